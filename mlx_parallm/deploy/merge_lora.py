@@ -35,7 +35,7 @@ from mlx_parallm.models.adapters.rope_length import rope_length_of
 from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.images.encoder import ImageEncoder, text_alone
 from mlx_parallm.models.loading import LoadedModel, resolve_model_path
-from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
+from mlx_parallm.models.lora import fit_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
     SwitchLinear,
@@ -93,8 +93,8 @@ def merge(
     adapter = load_adapter(lora_path)
     rope_length = rope_length_of(adapter.config, adapter.path)
     model, config, images = _load(base)
-    check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
-    merged = merged_weights(model, adapter.layers)
+    layers = fit_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
+    merged = merged_weights(model, layers)
     dequantized = _is_quantized(model, config)
     if dequantized:
         model = _dequantize(model, base)
@@ -200,7 +200,7 @@ def _save_from_checkpoint(
 ) -> None:
     """Copy the base's files one by one, with the adapted tensors replaced."""
     linear = linear_layers(model)
-    names = _names_in(base, model)
+    names, turned = _names_in(base, model)
     places = {names.get(name, name): place for name, place in _places(merged).items()}
     waiting = set(places)
     for file in sorted(base.glob("model*.safetensors")):
@@ -211,10 +211,10 @@ def _save_from_checkpoint(
             loaded, new = linear[path].weight, merged[path]
             if expert is not None:
                 loaded, new = loaded[expert], new[expert]
-            if (
-                loaded.shape != tensors[name].shape
-                or not mx.array_equal(loaded, tensors[name]).item()
-            ):
+            same = _equal(loaded, tensors[name])
+            if name in turned and _equal(loaded.T, tensors[name]):
+                same, new = not same, mx.contiguous(new.T)  # both: nobody knows which it is
+            if not same:
                 raise ModelError(f"mlx-lm changes {name!r} when it loads it: use --format mlx")
             tensors[name] = new
         _save(directory / file.name, tensors)
@@ -226,11 +226,12 @@ def _save_from_checkpoint(
         shutil.copy(index, directory / index.name)
 
 
-def _names_in(base: Path, model: nn.Module) -> dict[str, str]:
-    """Return the model's name of each tensor → the checkpoint's, where loading only renames it:
-    what leaves `sanitize` is the object that went in."""
+def _names_in(base: Path, model: nn.Module) -> tuple[dict[str, str], set[str]]:
+    """Return the model's name of each tensor → the checkpoint's, where loading only renames it
+    (what leaves `sanitize` is the object that went in), and the checkpoint's names of those that it
+    may turn as well (GPT-2's, which end as before)."""
     if not hasattr(model, "sanitize"):
-        return {}
+        return {}, set()
     tensors: dict[str, mx.array] = {}
     for file in sorted(base.glob("model*.safetensors")):
         tensors |= _load_tensors(file)
@@ -238,8 +239,21 @@ def _names_in(base: Path, model: nn.Module) -> dict[str, str]:
     try:
         read = model.sanitize(dict(tensors))
     except KeyError:  # RecurrentGemma's changes the model, once
-        return {}
-    return {name: names[id(array)] for name, array in read.items() if id(array) in names}
+        return {}, set()
+    short = {name.removeprefix("transformer."): name for name in tensors}
+    turned = {
+        name: short[rest]
+        for name, array in read.items()
+        if id(array) not in names
+        and array.ndim == 2
+        and (rest := name.removeprefix("model.")) in short
+    }
+    kept = {name: names[id(array)] for name, array in read.items() if id(array) in names}
+    return kept | turned, set(turned.values())
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and bool(mx.array_equal(a, b).item())
 
 
 def _places(merged: Mapping[str, mx.array]) -> dict[str, tuple[str, int | None]]:

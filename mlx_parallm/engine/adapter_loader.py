@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, RefusedError
 from mlx_parallm.models.adapters.rope_length import check_rope_length
-from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
+from mlx_parallm.models.lora import ADAPTER_CONFIG, find_adapter_file, fit_adapter, load_adapter
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import SharedWeights
 
@@ -96,9 +96,8 @@ class AdapterLoader:
 
     def _add(self, name: str, file: Path, source: Path) -> None:
         adapter = load_adapter(file)
-        layers = adapter.layers
         check_rope_length(adapter.config, adapter.path, self._rope_length)
-        check_adapter(self._shapes, layers, name)
+        layers = fit_adapter(self._shapes, adapter.layers, name)
         before = self._paths.get(name)
         self._take_place(name, source)
         try:

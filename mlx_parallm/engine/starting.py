@@ -21,7 +21,7 @@ from mlx_parallm.models.experts.routing import prepare_routing, routing_shape, w
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.encoder import text_alone
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
+from mlx_parallm.models.lora import fit_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.hardware import (
@@ -104,8 +104,7 @@ def start_engine(
         get_logger(__name__).warning("memory_is_short", advice=advice)
     shapes = linear_shapes(loaded.model)
     for name, layers in adapters.items():
-        check_adapter(shapes, layers, name)
-        weights.add_adapter(name, layers)
+        weights.add_adapter(name, fit_adapter(shapes, layers, name))
     names = ServedModels(
         base,
         adapter_versions=lambda: {

@@ -40,6 +40,7 @@ from mlx_parallm.models.adapters.linear import (
     LoRASwitchLinear,
     SVDLinear,
 )
+from mlx_parallm.models.adapters.names import name_here
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import (
     LoraContext,
@@ -60,6 +61,8 @@ LINEAR = nn.Linear | nn.QuantizedLinear | SwitchLinear | QuantizedSwitchLinear
 # beside an adapter, as vLLM reads them
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
+
+HEADS = ("lm_head", "language_model.lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
     """Puts stored arrays into the LoRALinear layers of the trainer's tree. Raises AdapterError
     when they do not fit."""
     targets = trainer_lora_layers(model)
+    layers = named_here(layers, targets, "the adapter")
     if set(targets) != set(layers):
         missing, extra = sorted(set(targets) - set(layers)), sorted(set(layers) - set(targets))
         raise AdapterError(
@@ -244,16 +248,36 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {path: linear_shape(layer) for path, layer in linear_layers(model).items()}
 
 
-def check_adapter(
-    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, LoraPair], source: str
-) -> None:
-    """Raises AdapterError naming the first layer that the model (`linear_shapes`) lacks or whose
-    shape differs."""
+def named_here(
+    layers: Mapping[str, LoraPair], paths: Collection[str], source: str
+) -> dict[str, LoraPair]:
+    """Return the layers under the names that they have among a model's `paths`. Raises
+    AdapterError: two of them are one layer."""
+    found: dict[str, LoraPair] = {}
     for path, pair in layers.items():
+        name = name_here(path, paths)
+        if name in found:
+            raise AdapterError(f"{source}: {path} is {name}, which has an adapter already")
+        found[name] = pair
+    return found
+
+
+def fit_adapter(
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, LoraPair], source: str
+) -> dict[str, LoraPair]:
+    """Return the layers under the model's names. Raises AdapterError naming the first one that the
+    model (`linear_shapes`) lacks or whose shape differs."""
+    found = named_here(layers, shapes, source)
+    for path, pair in found.items():
         if path not in shapes:
             seeing = path.startswith(PARTS)
-            blind = "; it is of the part that sees, which is not loaded here" if seeing else ""
-            raise AdapterError(f"{source}: the model has no linear layer {path!r}{blind}")
+            why = "; it is of the part that sees, which is not loaded here" if seeing else ""
+            if path in HEADS:
+                why = (
+                    ": its head is its embedding (tie_word_embeddings), and an adapter of a tied"
+                    " head is not supported (docs/algorithms.md)"
+                )
+            raise AdapterError(f"{source}: the model has no linear layer {path!r}{why}")
         *experts, in_features, out_features = shapes[path]
         rank = pair.a.shape[-1:]
         if pair.a.shape != (*experts, in_features, *rank) or pair.b.shape != (
@@ -272,6 +296,7 @@ def check_adapter(
                 f"{source}: {path} has {out_features} outputs, its magnitude is"
                 f" {pair.magnitude.shape}"
             )
+    return found
 
 
 def find_adapter_file(path: str | Path) -> Path:

@@ -340,7 +340,7 @@ def reference_model(name: str, path: Path, **options: Any) -> Any:
     if "whole" in own:
         config = _config(name, written)
     elif text_of(name) == name or "vision" in own:
-        config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
+        config = CONFIG_MAPPING[written["model_type"]].from_pretrained(path)
     else:
         before, after = own.get("names", ("", ""))
         config = CONFIG_MAPPING[text_of(name)].from_dict(written["text_config"])

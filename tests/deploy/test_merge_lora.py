@@ -261,8 +261,9 @@ def test_renamed_tensors_keep_the_checkpoints_names(tmp_path: Path) -> None:
     assert furthest(merged(TOKENS % 96), model(TOKENS % 96)) < 1e-4
 
 
-def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
-    """GPT-2's file says h.0.attn.c_proj and [in, out]; mlx-lm adds a prefix and transposes."""
+def test_a_matrix_that_mlx_lm_turns_is_turned_back(tmp_path: Path) -> None:
+    """GPT-2's file says h.0.attn.c_proj and [in, out]; mlx-lm adds a prefix and transposes. Of a
+    matrix of zeros nobody can tell."""
     config = {
         "model_type": "gpt2",
         "n_ctx": 64,
@@ -288,17 +289,23 @@ def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
     }
     (tmp_path / "adapter").mkdir()
     save_adapter(tmp_path / "adapter", layers, num_layers=1)
-    with pytest.raises(ModelError, match="--format mlx"):
-        merge(str(base), tmp_path / "adapter", tmp_path / "merged")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter", "base"]
-    merge(str(base), tmp_path / "adapter", tmp_path / "merged", layout="mlx")
-    merged, _ = load_model(tmp_path / "merged")
+    merge(str(base), tmp_path / "adapter", tmp_path / "merged")
+    merge(str(base), tmp_path / "adapter", tmp_path / "mlx", layout="mlx")
+    changed = tensors(tmp_path / "merged")
+    assert {n: a.shape for n, a in changed.items()} == {n: a.shape for n, a in turned.items()}
     base_model, _ = load_model(base)
     inject_lora(base_model, lora_config(rank=2, alpha=4, target_modules=("c_proj",)))
     for path, module in base_model.named_modules():
         if path in layers:
             module.lora_a, module.lora_b = layers[path].a, layers[path].b
-    assert furthest(merged(TOKENS), base_model(TOKENS)) <= 1e-4
+    for layout in ("merged", "mlx"):
+        assert furthest(load_model(tmp_path / layout)[0](TOKENS), base_model(TOKENS)) <= 1e-4
+    (base / "model.safetensors").unlink()
+    zeros = {name: array * (".attn.c_proj.w" not in name) for name, array in turned.items()}
+    mx.save_safetensors(str(base / "model.safetensors"), zeros, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="--format mlx"):
+        merge(str(base), tmp_path / "adapter", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, ConfigError, RefusedError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.settings import APPLIED, HARMLESS, NAMES, REFUSED, check_trained
-from mlx_parallm.models.lora import check_adapter, linear_shapes, load_adapter
+from mlx_parallm.models.lora import fit_adapter, linear_shapes, load_adapter
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.weights import SharedWeights
@@ -307,7 +308,13 @@ def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
             AdapterError,
             match=r"q_proj is \[64|no linear layer 'model\.layers\.0\.self_attn\.qkv_proj'",
         ):
-            check_adapter(shapes, load_adapter(peft(tmp_path / "a", tensors)).layers, "x")
+            fit_adapter(shapes, load_adapter(peft(tmp_path / "a", tensors)).layers, "x")
+    with pytest.raises(AdapterError, match="'lm_head': its head is its embedding"):
+        fit_adapter(shapes, {"lm_head": LoraPair(mx.ones((64, 2)), mx.ones((2, 64)), 1.0)}, "x")
+    square = LoraPair(mx.ones((4, 2)), mx.ones((2, 4)), 1.0)
+    two = {f"{name}.h.0.attn.c_fc": square for name in ("transformer", "model")}
+    with pytest.raises(AdapterError, match=r"model\.h\.0\.attn\.c_fc, which has an adapter"):
+        fit_adapter({"model.h.0.attn.c_fc": (4, 4)}, two, "x")
 
 
 def test_names_of_raw_state_dictionaries_are_the_same_adapter(tmp_path: Path) -> None:

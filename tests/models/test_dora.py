@@ -20,7 +20,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import DoRALinear, gain
 from mlx_parallm.models.lora import (
     adapter_layers,
-    check_adapter,
+    fit_adapter,
     inject_lora,
     linear_layers,
     linear_shapes,
@@ -215,7 +215,7 @@ def test_files_are_mlx_lms_and_come_back(tmp_path: Path, dora: bool) -> None:
     again = copy.deepcopy(model)
     inject_lora(again, spec)
     layers = load_adapter(tmp_path).layers
-    check_adapter(linear_shapes(model), layers, "x")
+    fit_adapter(linear_shapes(model), layers, "x")
     load_into_trainer(again, layers)
     assert mx.array_equal(again(TOKENS), tree(TOKENS))
     other = copy.deepcopy(model)
@@ -225,7 +225,7 @@ def test_files_are_mlx_lms_and_come_back(tmp_path: Path, dora: bool) -> None:
     path = next(iter(layers))
     short = {path: LoraPair(layers[path].a, layers[path].b, 1.0, mx.ones((3,)))}
     with pytest.raises(AdapterError, match=r"magnitude is \(3,\)"):
-        check_adapter(linear_shapes(model), short, "x")
+        fit_adapter(linear_shapes(model), short, "x")
 
 
 def test_pefts_dora_and_patterns_are_read(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear
 from mlx_parallm.models.lora import (
     adapter_layers,
-    check_adapter,
     find_adapter_file,
+    fit_adapter,
     inject_lora,
     linear_layers,
     linear_shapes,
@@ -144,7 +144,7 @@ def test_peft_adapters_are_read(tmp_path: Path) -> None:
     assert pair.scale == 3.0
     np.testing.assert_array_equal(np.array(pair.a), a.T)
     np.testing.assert_array_equal(np.array(pair.b), b.T)
-    check_adapter(linear_shapes(make_model()), layers, "peft")
+    fit_adapter(linear_shapes(make_model()), layers, "peft")
 
 
 def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
@@ -273,12 +273,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         inject_lora(copy.deepcopy(model), lora_config(2, 2, ("qproj",)))
     wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
     with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
-        check_adapter(linear_shapes(model), wrong, "x")
+        fit_adapter(linear_shapes(model), wrong, "x")
     flat = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros(()), mx.zeros(()), 1.0)}
     with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
-        check_adapter(linear_shapes(model), flat, "x")
+        fit_adapter(linear_shapes(model), flat, "x")
     with pytest.raises(AdapterError, match=r"'model\.layers\.9\.q'"):
-        check_adapter(
+        fit_adapter(
             linear_shapes(model),
             {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]},
             "x",
@@ -323,6 +323,6 @@ def test_dropout_leaves_the_mean_and_is_a_function_of_seed_and_layer() -> None:
 def test_an_adapter_of_the_part_that_sees_is_refused_by_a_model_that_reads_no_images() -> None:
     pair = LoraPair(mx.zeros((4, 2)), mx.zeros((2, 4)), 1.0)
     with pytest.raises(AdapterError, match="part that sees"):
-        check_adapter({"model.layers.0.mlp": (4, 4)}, {"vision_tower.0.mlp": pair}, "a")
+        fit_adapter({"model.layers.0.mlp": (4, 4)}, {"vision_tower.0.mlp": pair}, "a")
     with pytest.raises(AdapterError, match=r"'model\.x'"):
-        check_adapter({"model.layers.0.mlp": (4, 4)}, {"model.x": pair}, "a")
+        fit_adapter({"model.layers.0.mlp": (4, 4)}, {"model.x": pair}, "a")

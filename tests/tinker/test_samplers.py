@@ -208,8 +208,8 @@ def test_a_checkpoint_is_read_once_however_many_ask(
         lambda directory: SimpleNamespace(layers={}),
     )
     monkeypatch.setattr(
-        "mlx_parallm.faces.tinker.samplers.check_adapter",
-        lambda *args: threading.Event().wait(0.02),
+        "mlx_parallm.faces.tinker.samplers.fit_adapter",
+        lambda *args: {"waited": threading.Event().wait(0.02)},
     )
 
     def ask() -> None:

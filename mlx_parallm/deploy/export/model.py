@@ -9,7 +9,7 @@ one tensor.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.adapters.rope_length import rope_length_of
 from mlx_parallm.models.gguf.architectures import arguments_of
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
-from mlx_parallm.models.lora import AdapterFile, check_adapter, linear_shapes, load_adapter
+from mlx_parallm.models.lora import AdapterFile, fit_adapter, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.rope import fixed_ropes
@@ -222,7 +222,8 @@ def open_model(source: ModelSource) -> OpenModel:
                 " out: mlx_parallm merge --format mlx writes the model with it"
             )
         try:
-            check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
+            layers = fit_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
+            adapter = replace(adapter, layers=layers)
         except AdapterError as error:
             raise AdapterError(
                 f"{error}: was it trained on another model than {source.base}?"

@@ -20,7 +20,7 @@ from mlx_parallm.engine.served_models import AdapterUses
 from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError, RequestError
 from mlx_parallm.faces.tinker.checkpoints import SAMPLER, SCHEME, Checkpoints, read_path
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import check_adapter, load_adapter
+from mlx_parallm.models.lora import fit_adapter, load_adapter
 from mlx_parallm.weights import SharedWeights
 
 INFLIGHT = "inflight/weights"
@@ -80,8 +80,7 @@ class SamplerWeights:
 
         def read() -> None:
             layers = load_adapter(directory).layers
-            check_adapter(self._shapes, layers, name)
-            self.put(name, run, layers)
+            self.put(name, run, fit_adapter(self._shapes, layers, name))
 
         with turn:
             try:

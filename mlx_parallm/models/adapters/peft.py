@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError, PatternTimeoutError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
+from mlx_parallm.models.adapters.names import name_of_transformers
 from mlx_parallm.models.adapters.settings import check_peft
 from mlx_parallm.system.patterns import Pattern, PatternError
 
@@ -259,7 +260,7 @@ def save_peft(
 ) -> None:
     """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this
     adapter."""
-    layers = by_expert(layers)
+    layers = {name_of_transformers(path): pair for path, pair in by_expert(layers).items()}
     config = peft_config(layers, dropout=dropout, base=base)
     mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

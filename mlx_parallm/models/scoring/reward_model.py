@@ -37,7 +37,7 @@ from mlx_parallm.models.layouts.layout import TokenBatch, padded_length
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.lora import (
     adapted_layer,
-    check_adapter,
+    fit_adapter,
     linear_layers,
     linear_shapes,
     load_adapter,
@@ -292,9 +292,8 @@ def _load_policy(config: ModelConfig, *, quantize: bool) -> tuple[LoadedModel, n
 
 
 def _put_adapter(model: nn.Module, directory: Path) -> None:
-    pairs = load_adapter(directory).layers
-    shapes = linear_shapes(model)
-    check_adapter(shapes, pairs, str(directory))
+    stored = load_adapter(directory).layers
+    pairs = fit_adapter(linear_shapes(model), stored, str(directory))
     layers, adapted = linear_layers(model), []
     for path, pair in pairs.items():
         kind = LoRALinear if pair.magnitude is None else DoRALinear

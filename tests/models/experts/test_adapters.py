@@ -26,7 +26,7 @@ from mlx_parallm.models.experts.routing import prepare_routing, why_not_routed
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.lora import (
     adapter_layers,
-    check_adapter,
+    fit_adapter,
     inject_lora,
     linear_shapes,
     load_adapter,
@@ -148,7 +148,7 @@ def test_the_files_are_mlx_lms(name: str, tmp_path: Path) -> None:
     again = copy.deepcopy(model)
     inject_lora(again, lora_config(2, 4, experts=True))
     layers = load_adapter(tmp_path).layers
-    check_adapter(linear_shapes(model), layers, "file")
+    fit_adapter(linear_shapes(model), layers, "file")
     load_into_trainer(again, layers)
     assert mx.array_equal(again(LONG), tree(LONG))
 
@@ -157,7 +157,7 @@ def test_a_wrong_number_of_experts_is_named(tmp_path: Path) -> None:
     tree = adapted(make_model(MIXTURE))
     other = linear_shapes(make_model(MIXTURE | {"num_experts": 6}))
     with pytest.raises(AdapterError, match=r"6 experts of \[64 → 64\]"):
-        check_adapter(other, adapter_layers(tree), "file")
+        fit_adapter(other, adapter_layers(tree), "file")
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
