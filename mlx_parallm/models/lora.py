@@ -253,13 +253,13 @@ def named_here(
 ) -> dict[str, LoraPair]:
     """Return the layers under the names that they have among a model's `paths`. Raises
     AdapterError: two of them are one layer."""
-    found: dict[str, LoraPair] = {}
+    here: dict[str, LoraPair] = {}
     for path, pair in layers.items():
         name = name_here(path, paths)
-        if name in found:
+        if name in here:
             raise AdapterError(f"{source}: {path} is {name}, which has an adapter already")
-        found[name] = pair
-    return found
+        here[name] = pair
+    return here
 
 
 def fit_adapter(
@@ -267,8 +267,8 @@ def fit_adapter(
 ) -> dict[str, LoraPair]:
     """Return the layers under the model's names. Raises AdapterError naming the first one that the
     model (`linear_shapes`) lacks or whose shape differs."""
-    found = named_here(layers, shapes, source)
-    for path, pair in found.items():
+    here = named_here(layers, shapes, source)
+    for path, pair in here.items():
         if path not in shapes:
             seeing = path.startswith(PARTS)
             why = "; it is of the part that sees, which is not loaded here" if seeing else ""
@@ -296,7 +296,7 @@ def fit_adapter(
                 f"{source}: {path} has {out_features} outputs, its magnitude is"
                 f" {pair.magnitude.shape}"
             )
-    return found
+    return here
 
 
 def find_adapter_file(path: str | Path) -> Path:

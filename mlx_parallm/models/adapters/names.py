@@ -4,31 +4,28 @@ mlx-lm call their layers otherwise."""
 import re
 from collections.abc import Collection
 
-_SAME_WEIGHTS = tuple(
-    tuple((re.compile(pattern), replacement) for pattern, replacement in rule)
-    for rule in (
-        [(r"^transformer\.h\.", "model.h.")],  # GPT-2, GPT-J
-        [(r"^gpt_neox\.layers\.", "model.h.")],
-        [(r"^(embed_out|lm_head)$", "model.embed_out")],  # GPT-NeoX
-        [(r"^model\.layers\.", "backbone.layers.")],  # Nemotron-H
-        [(r"^model\.language_model\.", "language_model.model.")],  # Qwen3.5, Gemma 4, …
-        [(r"^", "language_model.")],  # the same, loaded as models of text
-        [(r"^model\.language_model\.", "model.")],  # Step 3.5, Muse
-        [(r"^lm_head$", "output")],  # Llama 4's text
-        [(r"\.shared_experts\.", ".shared_expert.")],  # Laguna
-        [
-            (r"\.feed_forward\.w1$", ".feed_forward.gate_proj"),  # LFM2-MoE
-            (r"\.feed_forward\.w2$", ".feed_forward.down_proj"),
-            (r"\.feed_forward\.w3$", ".feed_forward.up_proj"),
-        ],
-        [
-            (r"^model\.layers\.", "transformer.h."),  # nanochat
-            (r"\.self_attn\.([qkv])_proj$", r".attn.c_\1"),
-            (r"\.self_attn\.o_proj$", ".attn.c_proj"),
-            (r"\.mlp\.fc1$", ".mlp.c_fc"),
-            (r"\.mlp\.fc2$", ".mlp.c_proj"),
-        ],
-    )
+_SAME_WEIGHTS = (
+    [(re.compile(r"^transformer\.h\."), "model.h.")],  # GPT-2, GPT-J
+    [(re.compile(r"^gpt_neox\.layers\."), "model.h.")],
+    [(re.compile(r"^(embed_out|lm_head)$"), "model.embed_out")],  # GPT-NeoX
+    [(re.compile(r"^model\.layers\."), "backbone.layers.")],  # Nemotron-H
+    [(re.compile(r"^model\.language_model\."), "language_model.model.")],  # Qwen3.5, Gemma 4, …
+    [(re.compile(r"^"), "language_model.")],  # the same, loaded as models of text
+    [(re.compile(r"^model\.language_model\."), "model.")],  # Step 3.5, Muse
+    [(re.compile(r"^lm_head$"), "output")],  # Llama 4's text
+    [(re.compile(r"\.shared_experts\."), ".shared_expert.")],  # Laguna
+    [
+        (re.compile(r"\.feed_forward\.w1$"), ".feed_forward.gate_proj"),  # LFM2-MoE
+        (re.compile(r"\.feed_forward\.w2$"), ".feed_forward.down_proj"),
+        (re.compile(r"\.feed_forward\.w3$"), ".feed_forward.up_proj"),
+    ],
+    [
+        (re.compile(r"^model\.layers\."), "transformer.h."),  # nanochat
+        (re.compile(r"\.self_attn\.([qkv])_proj$"), r".attn.c_\1"),
+        (re.compile(r"\.self_attn\.o_proj$"), ".attn.c_proj"),
+        (re.compile(r"\.mlp\.fc1$"), ".mlp.c_fc"),
+        (re.compile(r"\.mlp\.fc2$"), ".mlp.c_proj"),
+    ],
 )
 """Rules, transformers' name → here. A layer of both names has the same weight."""
 _WRITTEN = (
