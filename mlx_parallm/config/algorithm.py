@@ -46,12 +46,13 @@ CLIP_RATIO = 0.2
 
 
 @dataclass(frozen=True)
-class CustomLoss:
-    """A function of the user's own: it reads none of these keys."""
+class LossSettings:
+    """The keys that a loss reads, with their defaults: without a field for it, a key is refused.
+    This one is of a function of the user's own, which reads none."""
 
 
 @dataclass(frozen=True)
-class Reinforce(CustomLoss):
+class Reinforce(LossSettings):
     loss_aggregation: Aggregation = "token"
 
 
@@ -95,10 +96,6 @@ class Sapo(ImportanceSampling):
     sapo_tau_negative: float = 1.05
 
 
-Loss = (
-    CustomLoss | Reinforce | ImportanceSampling | Clip | DualClip | TwoSided | Cispo | Sapo | Dppo
-)
-"""The keys that a loss reads, with their defaults. Without a field for it, a key is refused."""
 LOSSES: dict[str, type[Reinforce]] = {
     "clip": Clip,
     "dual_clip": DualClip,
@@ -235,10 +232,10 @@ class AlgorithmSection(Section):
     """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed
     with overlong_buffer."""
 
-    def loss_of(self, name: str | None = None) -> Loss:
+    def loss_of(self, name: str | None = None) -> LossSettings:
         """Return the settings of the configured loss, or of the named one with the configured
         settings."""
-        kind = LOSSES.get(name or self.loss or "", CustomLoss)
+        kind = LOSSES.get(name or self.loss or "", LossSettings)
         return kind(**self.model_dump(include={key.name for key in fields(kind)}))
 
     @field_validator("loss", "advantage")
@@ -394,7 +391,7 @@ def keys_of(algorithm: str, loss: str | None) -> dict[str, Any]:
     if algorithm not in PRESETS:
         return {}
     preset = PRESETS[algorithm]
-    kind = LOSSES.get(loss or "", CustomLoss)
+    kind = LOSSES.get(loss or "", LossSettings)
     read: dict[str, Any] = {"loss": None} | (ADVANTAGE if "advantage" in preset else {})
     read |= {key.name: key.default for key in fields(kind)}
     # a preset's bounds are its own loss's, or those of a loss that adds to it

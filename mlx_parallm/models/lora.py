@@ -13,7 +13,7 @@ singular values (adapters/linear.py). Shapes are mlx-lm's: A [in, r], B [r, out]
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,14 @@ def trainer_lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {
         path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)
     }
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[str]:
+    """Yield the dotted path of every array of the trainer's adapter, trained or frozen."""
+    for path, layer in trainer_lora_layers(model).items():
+        for name, array in layer.items():
+            if isinstance(array, mx.array) and not name.startswith("_"):
+                yield f"{path}.{name}"
 
 
 def adapter_layers(model: nn.Module, *, factors: bool = False) -> dict[str, LoraPair]:

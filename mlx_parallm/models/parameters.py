@@ -5,7 +5,7 @@ Binding a reference is all that ever happens to a slot: augmented or indexed ass
 an array that the serving tree shares.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,17 @@ from mlx.utils import tree_flatten
 
 
 class ParameterSlots:
-    """Slots of a module's trainable parameters, in the order of `names` (dotted paths, sorted), and
-    behind them those of `beside`: arrays by name that are not parameters, and have a gradient."""
+    """Slots of a module's trainable parameters and of the `frozen` ones that are named, in the
+    order of `names` (dotted paths, sorted), and behind them those of `beside`: arrays by name that
+    are not parameters, and have a gradient."""
 
     def __init__(
-        self, model: nn.Module, beside: MutableMapping[str, mx.array | None] | None = None
+        self,
+        model: nn.Module,
+        beside: MutableMapping[str, mx.array | None] | None = None,
+        frozen: Iterable[str] = (),
     ) -> None:
-        names = sorted(name for name, _ in tree_flatten(model.trainable_parameters()))
+        names = sorted({name for name, _ in tree_flatten(model.trainable_parameters())} | {*frozen})
         self.names: tuple[str, ...] = (*names, *(beside or ()))
         self._owners: list[tuple[Any, Any]] = [_owner(model, name) for name in names]
         self._owners += [(beside, name) for name in beside or ()]

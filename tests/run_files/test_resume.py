@@ -139,12 +139,6 @@ def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
     refuse_redacted(load_config(tmp_path / "saved.toml", again).model_dump(mode="json"))
 
 
-def test_the_documentation_lists_the_same_keys() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    for key in MAY_CHANGE:
-        assert f"`{key.removeprefix('rl_training.')}`" in page or f"`{key}`" in page, key
-
-
 def adapter_of(config: Config) -> dict[str, LoraPair] | None:
     training = config.rl_training
     return initial_adapter(config.model, training.lora, training.checkpoint_dir)

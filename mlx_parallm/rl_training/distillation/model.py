@@ -75,7 +75,7 @@ def own_teacher(config: TeacherConfig, trainer: Trainer) -> OwnWeights:
         first = [] if policy.lora else policy.slots.read()
         return OwnWeights(config.name, trainer, lambda: policy.base(first))
     arrays = _saved(config, trainer)
-    return OwnWeights(config.name, trainer, lambda: policy.slots.bound(arrays))
+    return OwnWeights(config.name, trainer, lambda: policy.held.bound(arrays))
 
 
 def _saved(config: TeacherConfig, trainer: Trainer) -> list[mx.array]:

@@ -42,6 +42,7 @@ from mlx_parallm.models.images.encoder import ImageEncoder, ImageParts, of_part,
 from mlx_parallm.models.lora import (
     adapt_layers,
     adapter_layers,
+    adapter_parameters,
     inject_lora,
     linear_layers,
     load_adapter,
@@ -143,6 +144,8 @@ class TrainedPolicy:
         model.train()
         mx.eval(model.parameters())
         self.slots = ParameterSlots(model)
+        # what a checkpoint replaces and the ranks share: also a part of an adapter that is frozen
+        self.held = ParameterSlots(model, frozen=adapter_parameters(model))
         self._value_slots = [
             slot for slot, name in enumerate(self.slots.names) if is_value_head(name)
         ]
@@ -227,24 +230,24 @@ class TrainedPolicy:
             yield
 
     def saved(self, directory: Path) -> list[mx.array]:
-        """The trained arrays of a checkpoint of this policy, for `slots.bound`. Raises
-        AdapterError, CheckpointError: it does not fit."""
-        trained = self.slots.read()
+        """The arrays of a checkpoint of this policy, for `held.bound`. Raises AdapterError,
+        CheckpointError: it does not fit."""
+        before = self.held.read()
         try:
             if self.lora:
                 load_into_trainer(self.model, load_adapter(directory).layers)
-                arrays = self.slots.read()
+                arrays = self.held.read()
                 mx.eval(arrays)
                 return arrays
         finally:
-            self.slots.write(trained)
+            self.held.write(before)
         tensors = {
             name: array
             for file in sorted(directory.glob("model*.safetensors"))
             for name, array in read_tensors(file).items()
         }
         self._check_frozen(tensors, directory)
-        whole = dict(zip(self.slots.names, trained, strict=True)) | tensors if tensors else {}
+        whole = dict(zip(self.slots.names, before, strict=True)) | tensors if tensors else {}
         return self._arranged(whole, directory, range(len(self.slots)))
 
     @contextmanager

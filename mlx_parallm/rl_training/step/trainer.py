@@ -221,11 +221,11 @@ class Trainer:
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Every array that a step changes, or that it is measured against."""
-        names = self.policy.slots.names
+        """Every array that a step computes with and that a checkpoint has, or that it is measured
+        against."""
+        names, held = self.policy.slots.names, self.policy.held
         arrays = {
-            f"weights.{name}": array
-            for name, array in zip(names, self.policy.slots.read(), strict=True)
+            f"weights.{name}": array for name, array in zip(held.names, held.read(), strict=True)
         }
         arrays |= {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
         reference = self.policy.reference_arrays or []
@@ -243,7 +243,7 @@ class Trainer:
                 if name.startswith(kind)
             }
 
-        self.policy.slots.write(list(part("weights.").values()))
+        self.policy.held.write(list(part("weights.").values()))
         self.optimizer.restore(part("optimizer."))
         if self.policy.reference_arrays is not None:
             self.policy.reference_arrays = list(part("reference.").values())

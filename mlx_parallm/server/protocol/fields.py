@@ -10,6 +10,7 @@ The answer's structure can be given as OpenAI's `response_format`, vLLM's `struc
 is always enforced; `strict` closes its objects, and those of others follow server.open_objects.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Set
 from functools import cache
@@ -199,22 +200,11 @@ class SamplingFields(Body):
         """The engine's view of these fields."""
         words, ids = _split_stops(self.stop)
         return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
+            **{name: value for name, value in self if name in _PASSED},
             top_k=max(self.top_k, 0),
-            min_p=self.min_p,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            n=self.n,
-            seed=self.seed,
             stop=words,
             stop_token_ids=(*self.stop_token_ids, *ids),
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=dict(self.logit_bias),
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)),
             bad_words=tuple(self.bad_words),
@@ -224,6 +214,13 @@ class SamplingFields(Body):
             else self.prompt_logprobs,
             structure=self.structure(),
         )
+
+
+# fields that the engine takes as they are; `sampling_params` translates the others
+_TRANSLATED = {"top_k", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"}
+_PASSED = (
+    {entry.name for entry in dataclasses.fields(SamplingParams)} & {*SamplingFields.model_fields}
+) - {*_TRANSLATED, "prompt_logprobs"}
 
 
 def _split_stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
