@@ -108,6 +108,11 @@ def report(missing: Iterable[str]) -> None:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
+def tell(places: Iterable[object], advice: str) -> None:
+    """Fail with a line for each place, and what to do there."""
+    report(f"{place}: {advice}" for place in sorted(map(str, places)))
+
+
 def sources(*folders: str) -> tuple[Source, ...]:
     """Return the files below these folders, in order, without what protoc generates."""
     return tuple(source for folder in folders for source in _sources_of(folder))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.leaves import leaves
-from tests.source_trees import ROOT, Source, report, sources
+from tests.source_trees import ROOT, Source, report, sources, tell
 
 # Imports go one way: a unit may import units of lower layers, and itself. A unit is a module or
 # folder of the root, or one of a group (faces, systems, runs, deploy) where named here:
@@ -260,7 +260,10 @@ def layer_violation(source: Source, imported: str) -> str | None:
         for u, name in WITHIN_A_LAYER
     ):
         return None
-    return f"{source.path} (layer {here}) imports {imported} (layer {there})"
+    return (
+        f"{source.path} (layer {here}) imports {imported} (layer {there}): imports go down only;"
+        " pass the object in, or move what both need to the lower layer (the map of docs/design.md)"
+    )
 
 
 # who may ask for the device's kind, or read what lies in models/cpu/: everybody else asks one of the
@@ -284,7 +287,12 @@ def test_few_files_know_the_devices_kind() -> None:
 
     at_home = "mlx_parallm/models/cpu/"
     asking = {s.path for s in sources("mlx_parallm") if asks(s)}
-    assert {path for path in asking if not path.startswith(at_home)} == set(KNOWS_THE_DEVICE)
+    asking = {path for path in asking if not path.startswith(at_home)}
+    tell(
+        asking - set(KNOWS_THE_DEVICE),
+        "asks for the device's kind: let models/ops.py or system/device/traits.py answer",
+    )
+    assert set(KNOWS_THE_DEVICE) <= asking, "KNOWS_THE_DEVICE names files that ask no more: remove"
 
 
 def test_every_unit_has_a_layer() -> None:
@@ -299,7 +307,7 @@ def test_imports_go_one_way() -> None:
         for source in sources("mlx_parallm")
         for name in source.imports
     ]
-    assert not [violation for violation in found if violation]
+    report(violation for violation in found if violation)
 
 
 def mutual_imports(imports: dict[str, Iterable[str]]) -> dict[tuple[str, str], list[str]]:
@@ -377,7 +385,17 @@ def test_no_core_module_imports_or_names_a_leaf() -> None:
         if unit_of(s.module) in CORE_UNITS
     }
     named = {path: names for path, names in places.items() if names}
-    assert {path: names for path, names in named.items() if path not in NAMES_A_LEAF} == {}
+    tell(
+        (
+            f"{path}:{name}"
+            for path, names in named.items()
+            for name in names
+            if path not in NAMES_A_LEAF
+        ),
+        "the core names a leaf, or the section of one (config.NAME): let the leaf bring it by a hook"
+        " of its Leaf (docs/extending.md#a-whole-part); if it is something else, rename it, or add"
+        " the file to NAMES_A_LEAF with a reason",
+    )
     assert set(NAMES_A_LEAF) <= set(named), (
         "NAMES_A_LEAF names modules that name no leaf: remove them"
     )
@@ -411,7 +429,7 @@ def test_mlx_free_files_name_no_mlx() -> None:
         if name.split(".")[0] in ("mlx", "mlx_lm", "transformers")
         and source.module not in ("system.hardware", "system.device.traits")
     ]
-    assert not found
+    tell(found, "this file is to load without MLX (MLX_FREE): import it in the function")
 
 
 def test_mlx_free_modules_load_no_mlx() -> None:
@@ -441,18 +459,21 @@ def test_mlx_lm_is_imported_by_models_only() -> None:
         for name in source.imports
         if name.split(".")[0] == "mlx_lm"
     ]
-    assert not found
+    report(found)
 
 
 def test_mlx_lms_trainer_is_not_imported() -> None:
     """It imports every tracker that is installed: half a second of every start
     (models/adapters/linear.py)."""
-    assert not [
-        s.path
-        for s in sources("mlx_parallm")
-        for name in s.imports
-        if name.startswith("mlx_lm.tuner")
-    ]
+    tell(
+        (
+            s.path
+            for s in sources("mlx_parallm")
+            for name in s.imports
+            if name.startswith("mlx_lm.tuner")
+        ),
+        "imports mlx_lm.tuner, and with it every tracker: take the layer of models/adapters/linear.py",
+    )
 
 
 # ------------------------------------------------------------ what comes from outside: one way in
@@ -586,13 +607,16 @@ def test_package_init_files_are_empty() -> None:
         if s.path.endswith("/__init__.py") and unit_of(s.module) not in faces
     ]
     assert inits
-    assert [s.path for s in inits if s.text.strip()] == []
+    tell((s.path for s in inits if s.text.strip()), "keep it empty: import from the module itself")
 
 
 def test_files_are_short() -> None:
     lengths = {s.path: len(s.text.splitlines()) for s in sources("mlx_parallm", "scripts", "tests")}
     long = {path: n for path, n in lengths.items() if n > MAX_FILE_LINES}
-    assert {path: n for path, n in long.items() if path not in LONG_FILES} == {}
+    tell(
+        (f"{path} ({n} lines)" for path, n in long.items() if path not in LONG_FILES),
+        f"at most {MAX_FILE_LINES}: move a subject to a file of its name, or say why in LONG_FILES",
+    )
     assert set(LONG_FILES) <= set(long), "LONG_FILES names files that are short enough: remove them"
 
 
@@ -603,7 +627,10 @@ def test_functions_are_short() -> None:
         for name, node in s.functions
     }
     long = {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
-    assert {name: n for name, n in long.items() if name not in LONG_FUNCTIONS} == {}
+    tell(
+        (f"{name} ({n} lines)" for name, n in long.items() if name not in LONG_FUNCTIONS),
+        f"at most {MAX_FUNCTION_LINES}: name a part of it, or say why in LONG_FUNCTIONS",
+    )
     assert set(LONG_FUNCTIONS) <= set(long), (
         "LONG_FUNCTIONS names functions that are short enough: remove them"
     )
@@ -615,7 +642,7 @@ def test_no_global_statement() -> None:
         for s in sources("mlx_parallm", "scripts")
         for node in s.nodes(ast.Global)
     ]
-    assert found == []
+    tell(found, "no global: pass the value, or hold it in an object")
 
 
 def _catches_broadly(node: ast.ExceptHandler | ast.Call) -> bool:
@@ -636,7 +663,10 @@ def broad_excepts(source: Source) -> set[str]:
 
 def test_only_listed_boundaries_catch_everything() -> None:
     found: set[str] = set().union(*(broad_excepts(s) for s in sources("mlx_parallm", "scripts")))
-    assert found - set(BROAD_EXCEPTS) == set()
+    tell(
+        found - set(BROAD_EXCEPTS),
+        "name what is caught; only a boundary catches everything: add it to BROAD_EXCEPTS and say why",
+    )
     assert set(BROAD_EXCEPTS) <= found, (
         "BROAD_EXCEPTS names places that catch nothing broadly: remove them"
     )
@@ -650,7 +680,11 @@ def test_environment_variables_are_read_in_few_places() -> None:
         if node.attr in ("environ", "getenv", "putenv")
         and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     }
-    assert found <= set(ENVIRONMENT_READERS)
+    tell(
+        found - set(ENVIRONMENT_READERS),
+        "reads the environment: make it a key of the configuration, or say why in"
+        " ENVIRONMENT_READERS",
+    )
 
 
 def _source(path: str, text: str) -> Source:

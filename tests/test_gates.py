@@ -16,7 +16,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from tests.source_trees import PACKAGE, Source, report, sources
+from tests.source_trees import PACKAGE, Source, report, sources, tell
 from tests.test_architecture import unit_of
 
 MAX_FILES_IN_A_FOLDER = 22
@@ -33,6 +33,8 @@ SHORTEST_PIECE = 14  # characters of a wrapped string
 
 BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
+
+PROMISED_TWICE = {"RewardConfig"}  # TRL's, and the specification's of the orchestrator
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its own file
     "rl_training.step.learning_rate": "the schedule of the rate is looked for by this name",
@@ -162,9 +164,13 @@ def test_folders_can_be_taken_in_at_a_glance() -> None:
     folders = Counter(
         Path(s.path).parent for s in sources("mlx_parallm") if not s.path.endswith("__init__.py")
     )
-    assert {str(f): n for f, n in folders.items() if n > MAX_FILES_IN_A_FOLDER} == {}
-    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
-    assert len(list(PACKAGE.glob("[a-z]*/"))) <= MAX_ROOT_FOLDERS
+    tell(
+        (f"{f} ({n} files)" for f, n in folders.items() if n > MAX_FILES_IN_A_FOLDER),
+        f"at most {MAX_FILES_IN_A_FOLDER} files: put those of one subject into a folder of its name",
+    )
+    modules_here, folders_here = (len(list(PACKAGE.glob(p))) for p in ("*.py", "[a-z]*/"))
+    if modules_here > MAX_ROOT_MODULES or folders_here > MAX_ROOT_FOLDERS:
+        tell([PACKAGE.name], "too many names at the top: put the new one into one of its folders")
 
 
 def test_a_tiny_module_with_one_importer_has_a_reason() -> None:
@@ -215,17 +221,52 @@ def test_a_configuration_does_not_travel_further() -> None:
         for name, source in modules().items()
         if unit_of(source.module) != "config" and not name.endswith(".config")
     }
-    assert sum(map(len, rooms.values())) <= MAX_STAYS, rooms
-    assert len([name for name, held in rooms.items() if held]) <= MAX_ROOMS
+    holders = [name for name, held in rooms.items() if held]
+    if sum(map(len, rooms.values())) > MAX_STAYS or len(holders) > MAX_ROOMS:
+        tell(
+            (f"{name}: {', '.join(rooms[name])}" for name in holders),
+            f"more than {MAX_STAYS} functions in {MAX_ROOMS} modules take a whole configuration:"
+            " pass the section, or the value, that the new one reads",
+        )
 
 
-def test_no_public_class_name_twice_in_a_folder() -> None:
+def test_no_class_name_twice() -> None:
     where = defaultdict(list)
     for source in sources("mlx_parallm"):
         for node in source.nodes(ast.ClassDef):
-            if not node.name.startswith("_"):
-                where[Path(source.path).parent, node.name].append(source.path)
-    assert {name: paths for (_, name), paths in where.items() if len(paths) > 1} == {}
+            where[node.name].append(source.path)
+    tell(
+        (
+            f"{name} of {' and '.join(paths)}"
+            for name, paths in where.items()
+            if len(paths) > 1 and name not in PROMISED_TWICE
+        ),
+        "one name, two things: give the newer one the name of what it holds",
+    )
+
+
+GATES = ("tests/test_architecture.py", "tests/test_gates.py", "tests/test_documented.py")
+
+
+def test_every_gate_says_what_to_do() -> None:
+    def is_silent(node: ast.Assert) -> bool:
+        if node.msg is not None:
+            return False
+        if isinstance(node.test, ast.UnaryOp):
+            return not isinstance(node.test.operand, ast.Call)
+        others = node.test.comparators if isinstance(node.test, ast.Compare) else []
+        return any(ast.unparse(other) in ("[]", "{}", "set()") for other in others)
+
+    tell(
+        (
+            f"{source.path}:{node.lineno}"
+            for source in sources("tests")
+            if source.path in GATES
+            for node in source.nodes(ast.Assert)
+            if isinstance(node, ast.Assert) and is_silent(node)
+        ),
+        "a newcomer reads this failure first: use `tell(places, advice)` of tests/source_trees.py",
+    )
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
@@ -237,7 +278,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         for node in source.nodes(*kinds)
         if (docstring := ast.get_docstring(node)) and docstring.startswith(BEGINNINGS)
     ]
-    assert twisted == []
+    tell(twisted, "begin with a verb (Return, Hold, Pick) or the thing's noun (BEGINNINGS)")
 
 
 BINDERS = (
@@ -292,7 +333,7 @@ def test_lists_are_written_out() -> None:
         )
         if isinstance(value, ast.Tuple | ast.List | ast.Dict)
     ]
-    assert nested == []
+    tell(nested, "write the elements into the list itself")
 
 
 def wrapped_strings(source: Source) -> Iterator[list[tokenize.TokenInfo]]:
@@ -361,7 +402,11 @@ def variable_attributes(source: Source) -> set[str]:
 
 def test_attributes_are_named_in_the_code() -> None:
     found: set[str] = set().union(*(variable_attributes(s) for s in sources("mlx_parallm")))
-    assert found - set(VARIABLE_ATTRIBUTES) == set()
+    tell(
+        found - set(VARIABLE_ATTRIBUTES),
+        "the attribute's name is not in the code, so a search misses it: name it, or say why in"
+        " VARIABLE_ATTRIBUTES",
+    )
     assert set(VARIABLE_ATTRIBUTES) <= found, (
         "VARIABLE_ATTRIBUTES names places that are gone: remove them"
     )

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.cli import probes
 from mlx_parallm.cli.doctor_report import facts
-from mlx_parallm.config.distillation import DistillationConfig
+from mlx_parallm.config.distillation import DistillationSettings
 from mlx_parallm.config.load import Config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.client import EngineClient
@@ -531,7 +531,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
         TrainSequence(rollout, (1.0,) * len(rollout.tokens), True) for rollout in rollouts
     )
     training = subject.config.rl_training.model_copy(
-        update={"batch_size": count, "update_epochs": 1, "distillation": DistillationConfig()}
+        update={"batch_size": count, "update_epochs": 1, "distillation": DistillationSettings()}
     )
     trainer = Trainer(subject.policy, training, make_algorithm(training))
     group = RolloutGroup("contracts", "contracts", rollouts)

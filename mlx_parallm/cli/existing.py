@@ -263,7 +263,7 @@ class Evaluate(Configured):
         return 0
 
 
-class Replay(Configured):
+class ReplayRun(Configured):
     """`mlx_parallm replay`: other settings on the rollouts of a run."""
 
     directory: Annotated[Path, "RUN"] = place()

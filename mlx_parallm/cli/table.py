@@ -102,7 +102,7 @@ CORE = (
         "replay",
         "evaluate",
         "Train again on the rollouts of a run, with other settings.",
-        "mlx_parallm.cli.existing:Replay",
+        "mlx_parallm.cli.existing:ReplayRun",
         "mlx_parallm_replay",
         "Nothing is generated. Shows the metrics side by side.",
         ends_in_order=True,
@@ -148,7 +148,7 @@ CORE = (
         "completion",
         "repair",
         "Print the completion script of a shell.",
-        "mlx_parallm.cli.table:Completion",
+        "mlx_parallm.cli.table:CompletionScript",
     ),
 )
 """The commands of the core."""
@@ -219,7 +219,7 @@ def script(name: str) -> Callable[..., int]:
     return run
 
 
-class Completion(Arguments):
+class CompletionScript(Arguments):
     """Print the completion script of bash, zsh or tcsh."""
 
     shell: Literal["bash", "zsh", "tcsh"] = place()

@@ -89,7 +89,7 @@ class TeacherConfig(Section):
         return self
 
 
-class DistillationConfig(Section):
+class DistillationSettings(Section):
     mode: Literal["advantage", "loss"] = "advantage"
     """"advantage": -weight · (log π - log π_teacher) of each sampled token is added to its
     advantage. "loss": weight · a divergence of the two distributions at each token is added to
@@ -138,7 +138,7 @@ class DistillationConfig(Section):
         return teachers
 
     @model_validator(mode="after")
-    def _read(self) -> "DistillationConfig":
+    def _read(self) -> "DistillationSettings":
         changed = self.changed()
         if changed and not self.teachers:
             raise ValueError(

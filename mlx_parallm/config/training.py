@@ -21,7 +21,7 @@ from mlx_parallm.config.data import (
     REWARD_MODEL,
     PreferenceConfig,
 )
-from mlx_parallm.config.distillation import DistillationConfig
+from mlx_parallm.config.distillation import DistillationSettings
 from mlx_parallm.config.environment import Section
 
 CHAT_EVAL_MS = 100
@@ -358,7 +358,7 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     atropos: AtroposConfig = AtroposConfig()
     ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
-    distillation: DistillationConfig = DistillationConfig()
+    distillation: DistillationSettings = DistillationSettings()
 
     @property
     def learns_from_rows(self) -> bool:

@@ -73,7 +73,7 @@ def reward_model(
             f"{root}/v1", key, timeout_s=timeout_s, retries=retries, max_in_flight=concurrency
         )
 
-    return ModelReward(_Server(server, model), threshold)
+    return ModelReward(_RewardModelServer(server, model), threshold)
 
 
 class _Scorer(Protocol):
@@ -98,7 +98,7 @@ class _Here:
         return await asyncio.wrap_future(shared_scorer(self._directory).score_each(conversations))
 
 
-class _Server:
+class _RewardModelServer:
     """A server's model, with a client for each event loop: connections belong to one loop."""
 
     def __init__(self, make: Callable[[], OpenAIEndpoint], model: str | None) -> None:

@@ -18,7 +18,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 Line = dict[str, Any]
 
 
-class _Part(TypedDict):
+class _EvaluationRecord(TypedDict):
     """`Evaluation.to_json()`, as far as readers rely on it."""
 
     numbers: dict[str, float | None]
@@ -33,7 +33,7 @@ class _Made(TypedDict):
     version: int
     seconds: float
     score: float | None
-    environments: dict[str, _Part]
+    environments: dict[str, _EvaluationRecord]
 
 
 _MADE = TypeAdapter(_Made)

@@ -103,7 +103,7 @@ class ServerThread:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
-        self._server = _Server(config, guard)
+        self._server = _UvicornServer(config, guard)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -172,7 +172,7 @@ def serve_until_signal(
         thread.stop(drain_s)
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Says when it is up, and waits for cancelled handlers, so that each aborts its generation
     before the loop ends."""
 

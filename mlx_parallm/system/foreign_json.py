@@ -174,7 +174,7 @@ def steps_of_check(source: str, value: Any) -> int:
     if not any(word in source for word in _GROWS):
         return 0
     try:
-        return _Steps(*_indexed(source)).of(value)
+        return _CheckSteps(*_indexed(source)).of(value)
     except RecursionError:
         raise ValueError("schema and value are nested too deeply") from None
 
@@ -200,7 +200,7 @@ def _indexed(source: str) -> tuple[Any, dict[str, list[Any]], list[Any]]:
     return root, dict(by_name), documents
 
 
-class _Steps:
+class _CheckSteps:
     def __init__(self, root: Any, by_name: dict[str, list[Any]], documents: list[Any]) -> None:
         self._root, self._by_name, self._documents = root, by_name, documents
         self._pairs: dict[tuple[int, int], int | None] = {}

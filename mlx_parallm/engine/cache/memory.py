@@ -50,7 +50,7 @@ class KVSize:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationSize:
     """Sequences that are generated together, each as long as it may be.
 
     Attributes:

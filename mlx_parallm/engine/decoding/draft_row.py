@@ -19,7 +19,7 @@ from mlx_parallm.weights import WeightsView
 
 
 @dataclass
-class _Row:
+class _DraftRow:
     """`caches`: empty while the row is in the cache."""
 
     sequence: Sequence
@@ -37,7 +37,7 @@ class DraftRow:
 
     def __init__(self, runner: ModelRunner, longest: int, counters: Counters) -> None:
         self._runner, self._longest, self._counters = runner, longest, counters
-        self._row: _Row | None = None
+        self._row: _DraftRow | None = None
 
     @property
     def is_out(self) -> bool:
@@ -111,7 +111,7 @@ class DraftRow:
         if self._row is not None:
             self._row.caches = []
 
-    def _of(self, rows: SequenceOf[Sequence]) -> _Row | None:
+    def _of(self, rows: SequenceOf[Sequence]) -> _DraftRow | None:
         """Return the only row, if a draft may be tried on it."""
         if not self._longest or len(rows) != 1:
             return None
@@ -119,5 +119,5 @@ class DraftRow:
         if sequence.matcher is not None or sequence.edits is not None or sequence.images:
             return None
         if self._row is None or self._row.sequence is not sequence:
-            self._row = _Row(sequence, Drafts(sequence.prompt, self._longest))
+            self._row = _DraftRow(sequence, Drafts(sequence.prompt, self._longest))
         return self._row

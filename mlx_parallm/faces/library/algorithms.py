@@ -181,7 +181,7 @@ Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
 
 
 @dataclass(frozen=True)
-class _OpenRun:
+class _AlgorithmRun:
     """The run of an algorithm, from its first use to `close`.
 
     `directory`: None: nothing is kept. `release` gives it back to other processes.
@@ -237,7 +237,7 @@ class BaseAlgorithm(ABC):
             inference,
             type(env or rollout_manager.environments[0]).__name__,
         )
-        self._run: _OpenRun | None = None  # None: not trained yet, or closed
+        self._run: _AlgorithmRun | None = None  # None: not trained yet, or closed
         self._groups = 0  # collected so far
         self._collected: list[Rollout] = []  # for this iteration
         self._metrics: list[TrainingMetrics] = []  # this `train` call's
@@ -306,7 +306,7 @@ class BaseAlgorithm(ABC):
             )
         check_installed(LoggingConfig(trackers=config.all_trackers))
 
-    def _the_run(self) -> "_OpenRun":
+    def _the_run(self) -> "_AlgorithmRun":
         if self._run is None:
             self._run = self._open_run(None)
         parts, weights = self._run.parts, self.inference.weights
@@ -321,7 +321,7 @@ class BaseAlgorithm(ABC):
             parts.updater.begin()
         return self._run
 
-    def _open_run(self, checkpoint: Path | None) -> "_OpenRun":
+    def _open_run(self, checkpoint: Path | None) -> "_AlgorithmRun":
         config, backprop, weights = self.config, self.backprop, self.inference.weights
         assert weights is not None, "attach() checks it"
         trainer = backprop.configure(
@@ -365,7 +365,7 @@ class BaseAlgorithm(ABC):
             control = RunControl(after_step=self._after_step)
             loop = TrainingLoop(parts, control=control, state=_between_steps(state))
             release = weakref.finalize(self, closing.pop_all().close)
-        return _OpenRun(loop, parts, directory, release)
+        return _AlgorithmRun(loop, parts, directory, release)
 
     def _write_settings(self, directory: RunDirectory, total_steps: int) -> None:
         """Write the files that the commands and `load_algorithm_from_checkpoint` read.
@@ -465,7 +465,7 @@ class BaseAlgorithm(ABC):
             callback(self, metrics)
 
     @contextmanager
-    def _tracked(self, run: "_OpenRun") -> Iterator[None]:
+    def _tracked(self, run: "_AlgorithmRun") -> Iterator[None]:
         if not self.config.all_trackers or run.directory is None:
             yield
             return

@@ -97,7 +97,7 @@ class Instance:
         return type(self.environment).__name__
 
 
-class Rollout:
+class RewardView:
     """The part of an episode that rewards see."""
 
     def __init__(self, columns: Mapping[str, Any], instance: Instance) -> None:
@@ -142,7 +142,7 @@ class FactoryEnvironments(DatasetSource):
         arguments = {
             key: value for key, value in columns.items() if name is None or key != ENVIRONMENT
         }
-        episode.played = played = Rollout(columns, instance)
+        episode.played = played = RewardView(columns, instance)
         shown = await _called(instance, instance.environment.reset, "reset", arguments)
         if shown is not None and not isinstance(shown, str):
             raise RolloutRejectedError(

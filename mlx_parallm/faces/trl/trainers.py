@@ -178,7 +178,7 @@ class TRLTrainer(TrainerAttributes):
         self._lora = lora_settings(peft_config)
         self._template = _chat_template(processing_class, self._base)
         self._configuration()  # its errors come here, not in train
-        self._open: _OpenRun | None = None
+        self._open: _TrlRun | None = None
 
     # ------------------------------------------------------------------ parts of the four trainers
 
@@ -212,7 +212,7 @@ class TRLTrainer(TrainerAttributes):
         resume = self._where_from(resume_from_checkpoint)
         self.state.log_history.clear()
         with ExitStack() as unless_finished:
-            run = self._open = _OpenRun(
+            run = self._open = _TrlRun(
                 self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks
             )
             unless_finished.callback(self.close)
@@ -243,7 +243,7 @@ class TRLTrainer(TrainerAttributes):
                 run = self._open
                 if run is None:  # before training: a separate run that leaves nothing
                     scratch = Path(closing.enter_context(TemporaryDirectory())) / "run"
-                    run = _OpenRun(
+                    run = _TrlRun(
                         placed(self._configuration(), scratch), self.args, None, self._fit
                     )
                     closing.callback(run.close)
@@ -686,7 +686,7 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
 # own
 
 
-class _OpenRun:
+class _TrlRun:
     """A `TrainingRun` that stays open after its last step, to be evaluated and to answer, until
     `close`."""
 

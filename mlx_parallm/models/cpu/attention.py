@@ -41,7 +41,7 @@ FEWEST_SCORES = 4096
 FEWEST_POSITIONS = 512
 
 
-class _Part(NamedTuple):
+class _SeenPositions(NamedTuple):
     """Positions that a block reads, and who sees them: [·, 1, repeats · queries, T] bool; None:
     all."""
 
@@ -246,7 +246,7 @@ class _Pieces:
             for heads in _slices(self._kv_heads, self._tile_heads):
                 yield rows, heads
 
-    def parts(self, rows: slice, block: slice) -> list[_Part]:
+    def parts(self, rows: slice, block: slice) -> list[_SeenPositions]:
         """Return the parts from position 0 on, end to end. With a causal mask the last part ends
         if the block sees no more."""
         if self._causal:
@@ -258,12 +258,12 @@ class _Pieces:
             seen = mx.tri(block.stop - block.start, stop - start, before - start, dtype=mx.bool_)[
                 None, None
             ]
-            parts = [_Part(slice(start, stop), self._repeated(seen))]
-            return [_Part(slice(0, start), None), *parts] if start else parts
+            parts = [_SeenPositions(slice(start, stop), self._repeated(seen))]
+            return [_SeenPositions(slice(0, start), None), *parts] if start else parts
         if self._mask is None:
-            return [_Part(slice(0, self._positions), None)]
+            return [_SeenPositions(slice(0, self._positions), None)]
         mask = self._mask if self._mask.shape[0] == 1 else self._mask[rows]
-        return [_Part(slice(0, self._positions), self._repeated(mask[:, :, block]))]
+        return [_SeenPositions(slice(0, self._positions), self._repeated(mask[:, :, block]))]
 
     def _repeated(self, seen: mx.array) -> mx.array:
         return seen if self._repeats == 1 else mx.concatenate([seen] * self._repeats, axis=2)

@@ -50,7 +50,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
     arguments_of = partial(class_arguments, published, names)
 
-    class Arguments:
+    class MendedArguments:
         @staticmethod
         def from_dict(written: Mapping[str, Any]) -> Any:
             text = written.get("text_config")
@@ -72,7 +72,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
             model.__class__ = reading(type(model), read)
         return model
 
-    return build, Arguments
+    return build, MendedArguments
 
 
 load_hf_model = partial(load_mlx_lm_model, get_model_classes=model_classes)

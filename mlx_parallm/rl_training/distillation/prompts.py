@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.config.distillation import DistillationConfig, TeacherConfig
+from mlx_parallm.config.distillation import DistillationSettings, TeacherConfig
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -165,7 +165,7 @@ class DatasetCompletions:
 
     def __init__(
         self,
-        config: DistillationConfig,
+        config: DistillationSettings,
         tokenizer: Tokenizer,
         note: Callable[[str], None],
         *,

@@ -268,24 +268,26 @@ class RemoteTeacher:
             raise ConfigError(f"{self._what} answered {str(reply)[:120]!r}: no choices")
         return choices[0]
 
-    def _of_vllm(self, choice: Mapping[str, Any], tokens: Sequence[int]) -> list["_Row"]:
+    def _of_vllm(self, choice: Mapping[str, Any], tokens: Sequence[int]) -> list["_TokenScore"]:
         entries = self._list(choice.get("prompt_logprobs"), len(tokens), "prompt_logprobs")
         rows = []
         for token, entry in zip(tokens, entries, strict=True):
             if entry is None:
-                rows.append(_Row(token, math.nan, None, ()))
+                rows.append(_TokenScore(token, math.nan, None, ()))
                 continue
             by_id = {int(key): value for key, value in entry.items()}
             if token not in by_id:
                 raise ConfigError(f"{self._what}: prompt_logprobs without the token itself")
             best = [(key, float(value["logprob"])) for key, value in by_id.items()]
             logprob = float(by_id[token]["logprob"])
-            rows.append(_Row(token, logprob, logprob >= max(number for _, number in best), best))
+            rows.append(
+                _TokenScore(token, logprob, logprob >= max(number for _, number in best), best)
+            )
         return rows
 
     def _of_sglang(
         self, reply: Mapping[str, Any], tokens: Sequence[int], keep: int | None
-    ) -> list["_Row"]:
+    ) -> list["_TokenScore"]:
         meta = reply.get("meta_info") or {}
         entries = self._list(meta.get("input_token_logprobs"), len(tokens), "input_token_logprobs")
         tops: Sequence[Any] = [()] * len(tokens)
@@ -298,10 +300,10 @@ class RemoteTeacher:
             number = math.nan if entry[0] is None else float(entry[0])
             best = [(int(other[1]), float(other[0])) for other in top or () if other[0] is not None]
             agrees = number >= max(value for _, value in best) if best else None
-            rows.append(_Row(token, number, agrees, best))
+            rows.append(_TokenScore(token, number, agrees, best))
         return rows
 
-    def _of_echo(self, choice: Mapping[str, Any], tokens: Sequence[int]) -> list["_Row"]:
+    def _of_echo(self, choice: Mapping[str, Any], tokens: Sequence[int]) -> list["_TokenScore"]:
         reply = choice.get("logprobs") or {}
         numbers = reply.get("token_logprobs")
         if not isinstance(numbers, list) or len(numbers) < len(tokens):
@@ -311,7 +313,7 @@ class RemoteTeacher:
         for token, number, top in zip(tokens, numbers, tops, strict=False):
             value = math.nan if number is None else float(number)
             best = max(map(float, top.values())) if top else None
-            rows.append(_Row(token, value, None if best is None else value >= best, ()))
+            rows.append(_TokenScore(token, value, None if best is None else value >= best, ()))
         return rows
 
     def _list(self, value: Any, length: int, what: str) -> list[Any]:
@@ -323,7 +325,7 @@ class RemoteTeacher:
             )
         return value
 
-    def _scored(self, rows: Sequence["_Row"], keep: int | None) -> Scored:
+    def _scored(self, rows: Sequence["_TokenScore"], keep: int | None) -> Scored:
         logprobs = np.array([row.logprob for row in rows], np.float32)
         if any(row.agrees is None for row in rows):
             agrees = None
@@ -355,7 +357,7 @@ class RemoteTeacher:
         return Scored(logprobs, agrees, ids, targets)
 
 
-class _Row:
+class _TokenScore:
     """One position of a text: its token's log-probability, whether that is the best, and the
     best."""
 

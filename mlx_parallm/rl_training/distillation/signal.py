@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, TeacherConfig
+from mlx_parallm.config.distillation import OWN_KINDS, DistillationSettings, TeacherConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class Teachers(StepCompanion):
     name = TEACHERS
 
     def __init__(self, context: CompanionContext) -> None:
-        self._config: DistillationConfig = context.training.distillation
+        self._config: DistillationSettings = context.training.distillation
         self._tokenizer: Tokenizer | None = None
         self._context = context
         width = context.vocab_size

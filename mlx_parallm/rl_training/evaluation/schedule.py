@@ -83,7 +83,7 @@ def evaluation_sources(
 
 
 @dataclass
-class _Running:
+class _RunningEvaluation:
     step: int
     version: int
     held: bool  # the version, in memory
@@ -141,7 +141,7 @@ class Evaluations:
             each.source.name: own_examiners(trained, [each.source.config])
             for each in self._problems
         }
-        self._running: _Running | None = None
+        self._running: _RunningEvaluation | None = None
         self._thread: LoopThread | None = None
         self._postponed = False
         self._unreported: dict[str, float | None] = {}
@@ -284,7 +284,7 @@ class Evaluations:
         )
         work = evaluate(answering, self._problems, self._settings, answered=self._answered)
         self._thread = self._thread or LoopThread("evaluation")
-        self._running = _Running(
+        self._running = _RunningEvaluation(
             step, version, adapter is not None, self._thread.submit(work), now, now
         )
         self._log.running = step

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
-from mlx_parallm.engine.cache.memory import Generation
+from mlx_parallm.engine.cache.memory import GenerationSize
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
 from mlx_parallm.models.evaluations import EVAL_SHARE, BlockLimits
 from mlx_parallm.rl_training.plan.companions import COMPANIONS
@@ -223,7 +223,7 @@ class PlannedRun:
         if training.algorithm in DATA_ALGORITHMS:
             return {"keys and values": 0, "generating": 0}
         shape, sequences = self.shape, training.atropos.rollout_batch_size
-        generation = Generation(
+        generation = GenerationSize(
             server,
             rows=min(server.batch_size, sequences),
             group=self._group,

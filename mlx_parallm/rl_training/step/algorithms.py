@@ -28,7 +28,7 @@ from mlx_parallm.config.data import (
     USES_REFERENCE,
     PreferenceConfig,
 )
-from mlx_parallm.config.distillation import DistillationConfig
+from mlx_parallm.config.distillation import DistillationSettings
 from mlx_parallm.config.training import LearningSection, PPOConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
@@ -123,7 +123,7 @@ def shaping_of(algorithm: Algorithm, configured: Shaping) -> Shaping:
 
 
 def taught(
-    algorithm: Algorithm, distillation: DistillationConfig, config: AlgorithmSection
+    algorithm: Algorithm, distillation: DistillationSettings, config: AlgorithmSection
 ) -> Algorithm:
     """The same algorithm with the signal of [rl_training.distillation], if that is on."""
     teaching = Teaching.of(distillation)

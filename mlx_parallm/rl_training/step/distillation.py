@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.distillation import DistillationConfig
+from mlx_parallm.config.distillation import DistillationSettings
 from mlx_parallm.losses.distillation import divergence, teacher_advantages, with_tail
 from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -36,7 +36,7 @@ TEACHER_KL = "teacher_kl"
 MEASURED = (TEACHER_KL, "teacher_agreement", "teacher_spread", "teacher_reward_r", "teacher_share")
 
 
-def scores_bytes(distillation: DistillationConfig, tokens: int, vocabulary: int) -> int:
+def scores_bytes(distillation: DistillationSettings, tokens: int, vocabulary: int) -> int:
     """Return the bytes of a step's scores of `tokens` sampled tokens, as they come from the teacher
     and as columns."""
     columns = 2
@@ -64,7 +64,7 @@ class Teaching:
     temperature: float | None  # the comparison's; None: the rollout's
 
     @classmethod
-    def of(cls, distillation: DistillationConfig) -> "Teaching | None":
+    def of(cls, distillation: DistillationSettings) -> "Teaching | None":
         """None: there is no teacher."""
         if not distillation.active:
             return None

@@ -175,7 +175,7 @@ class _JsonCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
+class _CallEnd:
     """How the beginning of a call becomes a whole one: `close` ends it behind an argument. An
     argument ends as call_text.MARKUP says, or in the other formats at `comma`.
 
@@ -199,18 +199,18 @@ def _is_python(text: str) -> bool:
 
 
 _BEFORE_KEY = re.compile(r"""[,](?=\s*[^\s:{},\[\]"'<]+\s*:)""")
-_STEPS: Mapping[str, _Steps] = {
-    "qwen3_coder": _Steps("</function>"),
-    "glm47": _Steps(),
-    "laguna": _Steps(),
-    "longcat": _Steps(),
-    "minimax_m2": _Steps("</invoke>"),
-    "minicpm5": _Steps(),
-    "muse_spark": _Steps("</atem:invoke>"),
-    "kimi_k3": _Steps("<|close|>call<|sep|>"),
-    "function_gemma": _Steps("}", _BEFORE_KEY, ("<escape>",)),
-    "gemma4": _Steps("}", _BEFORE_KEY, ('<|"|>',)),
-    "pythonic": _Steps(
+_STEPS: Mapping[str, _CallEnd] = {
+    "qwen3_coder": _CallEnd("</function>"),
+    "glm47": _CallEnd(),
+    "laguna": _CallEnd(),
+    "longcat": _CallEnd(),
+    "minimax_m2": _CallEnd("</invoke>"),
+    "minicpm5": _CallEnd(),
+    "muse_spark": _CallEnd("</atem:invoke>"),
+    "kimi_k3": _CallEnd("<|close|>call<|sep|>"),
+    "function_gemma": _CallEnd("}", _BEFORE_KEY, ("<escape>",)),
+    "gemma4": _CallEnd("}", _BEFORE_KEY, ('<|"|>',)),
+    "pythonic": _CallEnd(
         ")]",
         re.compile(r"""[,](?=\s*[^\s,=()\[\]{}"']+\s*=)|\)(?=\s*,\s*[^\s,=()\[\]{}"']+\()"""),
         ('"', "'"),
@@ -260,7 +260,7 @@ class _GrowingCalls:
         growing = self._with_open_text(self._steps, text, calls)
         self._take(growing or calls, cut=2 if growing else 1)
 
-    def _decided(self, steps: _Steps, text: str, work: int) -> list[Read]:
+    def _decided(self, steps: _CallEnd, text: str, work: int) -> list[Read]:
         """The calls up to the last argument that has ended."""
         if self._markup is not None:
             ends = [decided_end(self._markup, text)]
@@ -275,7 +275,9 @@ class _GrowingCalls:
                 return calls
         return []
 
-    def _with_open_text(self, steps: _Steps, text: str, calls: Sequence[Read]) -> list[Read] | None:
+    def _with_open_text(
+        self, steps: _CallEnd, text: str, calls: Sequence[Read]
+    ) -> list[Read] | None:
         """The calls with the argument that is being written, if that is a text that will not
         be read otherwise."""
         closed = self._closed_text(steps, text)
@@ -294,7 +296,7 @@ class _GrowingCalls:
             return None
         return longer if self._wants_text(self._markup, text, name, key) else None
 
-    def _closed_text(self, steps: _Steps, text: str) -> str | None:
+    def _closed_text(self, steps: _CallEnd, text: str) -> str | None:
         """The call with the text that is being written closed; None: none is."""
         if self._markup is not None:
             return certain_text(self._markup, text) + self._markup.closed + steps.close
