@@ -374,7 +374,7 @@ def _names_only(pattern: str, names: Iterable[str]) -> bool:
 
 
 def _parts(schema: Mapping[str, Any]) -> int:
-    """How many schemas an object is put together of."""
+    """Return the number of schemas that apply to one object together (allOf, anyOf, …)."""
     branches = sum(
         len(schema[key]) if key == "allOf" else 1
         for key in _BRANCHES

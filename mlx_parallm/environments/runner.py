@@ -62,8 +62,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """A finished group. `failure` says why it may not be trained on; its rollouts are then as
-    far as they came."""
+    """A finished group. `failure` says why it may not be trained on; its rollouts are then
+    incomplete."""
 
     plan: GroupPlan
     group: RolloutGroup

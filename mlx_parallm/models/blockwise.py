@@ -376,8 +376,8 @@ class BlockwiseModel:
             self._places.read(slots),
         )
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
-        # Compiled functions are never kept: a trace goes with its function, in the thread that
-        # dropped it.
+        # Compiled functions are not kept: a trace is freed with its function, on the thread that
+        # drops it.
         (value, counts, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
             *arguments
         )

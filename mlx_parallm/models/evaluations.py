@@ -49,7 +49,7 @@ class BlockSize:
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
         dense = int(text.get("intermediate_size") or 4 * hidden)
-        # without their own size experts have that of the feed-forward (Mixtral, gpt-oss)
+        # experts without a size of their own are as large as the feed-forward (Mixtral, gpt-oss)
         of_expert = int(
             text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
         )

@@ -288,7 +288,8 @@ class RolloutBuffer:
         )
 
     def _left(self, missing: int) -> float:
-        """Sequences that may still be sampled for the step, which has so many open places."""
+        """Return how many more sequences may be sampled for the step; `missing` of its places are
+        open."""
         return self._max_oversampling * self._target - (self._target - missing) - self._dropped
 
     def _reserved(self, room: int) -> dict[str, int]:

@@ -198,7 +198,7 @@ async def connect_socket(url: str, *, open_timeout_s: float, **options: Any) -> 
 
 
 def is_local(url: str) -> bool:
-    """Whether a server is on this machine, to which no proxy leads."""
+    """Return whether the server runs on this machine; such a server is reached without a proxy."""
     return urlsplit(url).hostname in LOCAL
 
 

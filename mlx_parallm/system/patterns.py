@@ -21,8 +21,8 @@ from mlx_parallm.errors import PatternTimeoutError
 
 SEARCH_S = 1.0
 LONGEST_PATTERN = 4000  # characters
-MOST_REPEATS = 100_000  # repeats of one part, nested counts multiplied: `regex` writes {n} out
-# what `regex` reads in its own way, and Python as characters: fuzzy matches, classes of POSIX
+MOST_REPEATS = 100_000  # of one part, nested counts multiplied: `regex` unrolls {n}
+# fuzzy matches and POSIX classes: `regex` has a syntax for them, Python reads plain characters
 _OTHERS_SYNTAX = re.compile(r"(?<!\\)\{[\d<=+*,\s]*[eids][^{}\"']*\}|\[\[:")
 _REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
 

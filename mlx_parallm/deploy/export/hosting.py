@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_parallm.system.hardware import GIB, Hardware
 
-MOST_CONTEXT = 32_768  # tokens of a request; more has to be asked for
+MOST_CONTEXT = 32_768  # tokens a request; a longer context has to be set by hand
 LEAST_CONTEXT = 2_048
 CONTEXT_UNIT = 1_024
 MOST_PARALLEL = 4

@@ -249,8 +249,8 @@ def _max_steps(args: TrainerConfig, updates_per_epoch: int) -> int:
 
 def lora_settings(peft_config: Any) -> dict[str, Any]:
     """Return [rl_training.lora] of a `LoraConfig`, of PEFT's, or of a dictionary with PEFT's
-    names. None trains all weights, as in TRL. Raises ConfigError: a setting that there is not
-    here."""
+    names. None trains all weights, as in TRL. Raises ConfigError: a setting that is not
+    supported."""
     if peft_config is None:
         return {"enabled": False}
     if isinstance(peft_config, LoraConfig):

@@ -106,8 +106,8 @@ class ForwardRouting:
     def _forced_of(
         self, forced: mx.array, of_prompts: mx.array | None, chosen: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """The experts to take, and [4] int32: how many tokens are forced, how many of them to
-        another set than the router's, and the same of prompts' tokens."""
+        """Return the experts to use, and four counts, int32 [4]: forced tokens, those whose
+        experts differ from the router's, and the same two for tokens of prompts."""
         if forced.size != chosen.size:
             raise ValueError(
                 f"{forced.shape[0]} tokens have {forced.shape[1]} recorded experts each; layer"

@@ -83,8 +83,8 @@ class ImageSupport(Protocol):
         """Return the tower's memory, if a number takes `width` bytes."""
 
     def trained_sizes(self, rank: int | None) -> list[int]:
-        """Return how many numbers each array has that a training of the part that sees trains, by
-        adapters of this rank, or (None) as they are. Empty: it stays as it is."""
+        """Return the size of each array of the tower that is trained: adapters of this rank, or the
+        weights themselves (None). Empty: the tower is not trained."""
 
     def tower_shape(self) -> TowerShape:
         """Return the tower's dimensions, without `trained`."""

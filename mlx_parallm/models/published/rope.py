@@ -293,8 +293,8 @@ def fixed_ropes(config: Mapping[str, Any], length: int) -> dict[str, Any]:
 def _fix(
     published: Published, name: str, rope: Mapping[str, Any], length: int, text: dict[str, Any]
 ) -> int:
-    """Change one rope in `text`, in its own spelling, and return the longest text that it is
-    for."""
+    """Write one rope into `text` under the keys that `text` uses. Return the longest context that
+    it supports."""
     written = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
     places = [place.get(name, place) if name else place for place in written]
     kind, positions = rope.get("rope_type", "default"), published.config.max_position_embeddings

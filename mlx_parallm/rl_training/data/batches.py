@@ -21,11 +21,11 @@ Score = Callable[[Sequence[Rollout]], list[float]]
 
 class DataBatches:
     """Args:
-    units: in the order of the rows.
-    shuffle: False: each epoch has the order of the units.
-    weights: a KTO row's advantage: label true, label false (taken negative).
-    sft_pairs: `advantages_of`.
-    log_ratios: for KTO's kl; None = the algorithm needs none.
+    units: the examples, in the order of the rows.
+    shuffle: False keeps that order in each epoch.
+    weights: KTO: advantage of a row with label true, and minus that of a row with label false.
+    sft_pairs: as in `advantages_of`.
+    log_ratios: computes what KTO's kl is estimated from; None: the algorithm needs none.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class DataBatches:
         )
 
     def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
-        """The same batch again: a step is one update, so one that was interrupted has not begun."""
+        """Return the same batch again: a step is one update, so an interrupted step changed
+        nothing."""
         return self.collect(step)
 
     def choose_again(self) -> None:

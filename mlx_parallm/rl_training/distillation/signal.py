@@ -81,7 +81,7 @@ class Teachers(StepCompanion):
         self._requested = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
-        # this step's, by teacher: how many of its answers cannot be used, and why the last one
+        # by teacher, in this step: the number of unusable answers, and the reason of the last one
         self._unusable: dict[str, tuple[int, str]] = {}
         self._requested_of = Counter[str]()
         self._warned = set[str]()

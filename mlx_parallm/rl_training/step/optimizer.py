@@ -54,8 +54,8 @@ a column a matrix)."""
 
 
 def state_bytes(kind: str, numbers: int, small: int) -> float:
-    """Bytes of the optimizer's state for so many trained numbers, `small` of which are in arrays
-    whose states are never quantised."""
+    """Return the bytes of the optimizer's state for `numbers` parameters; `small` of them are in
+    arrays whose states are never quantised."""
     return small * STATE_BYTES[unquantised(kind)] + (numbers - small) * STATE_BYTES[kind]
 
 
@@ -302,7 +302,7 @@ class PolicyOptimizer:
         CheckpointError."""
         for name, array in self.state().items():
             if name.endswith(".kept"):
-                continue  # there are some or none
+                continue  # optional
             if name not in tensors or tensors[name].shape != array.shape:
                 shape = tensors[name].shape if name in tensors else "nothing"
                 raise CheckpointError(

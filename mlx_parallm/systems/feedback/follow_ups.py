@@ -144,7 +144,7 @@ class ConversationReader:
             secrets = self._finder.find(text) if self._finder is not None else []
             for secret in reversed(secrets):
                 text = f"{text[: secret.start]}<{secret.kind}>{text[secret.end :]}"
-            # in the tokens there is more than what is compared: reasoning, and no JSON's escapes
+            # the tokens also have the reasoning, and JSON without escapes: search the whole message
             redactor = TraceRedactor("feedback", self._finder)
             redactor.value(message)
             kept = text_digest(text), bool(secrets or redactor.hits)

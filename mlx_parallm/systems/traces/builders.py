@@ -220,8 +220,8 @@ def _check(options: DatasetOptions) -> None:
 
 
 def prompt_key(of: Trace | Json) -> str:
-    """Return a key that is equal for two traces that `is_usable`, or rows of any kind, when their
-    messages before the first sampled answer are equal."""
+    """Return a key of the messages before the first sampled answer, of a usable trace or of a row
+    of any kind."""
     if not isinstance(of, dict):
         before = row_chat(of).before
     elif "prompt" in of:

@@ -202,7 +202,7 @@ async def _async_stream(
 
 
 class _Other:
-    """A stream of another class: it keeps its other attributes."""
+    """Wrap a stream of an unknown class; its other attributes stay."""
 
     def __init__(self, following: Following, stream: Any) -> None:
         self._stream = stream

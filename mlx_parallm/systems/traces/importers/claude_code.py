@@ -44,7 +44,7 @@ class _Node:
     role: str
     lines: list[tuple[str, Json]]  # place and line
     blocks: list[Any]
-    is_doubtful: bool = False  # it follows a uuid that is at two places
+    is_doubtful: bool = False  # its parent's uuid occurs twice
     block_texts: set[str] = field(default_factory=set)  # its blocks as text
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ _USAGE = {
 
 
 @dataclass
-class _Call:
+class _ModelSpan:
     """One span: the messages that the model read, and each of its answers, as messages of which
     the last is the assistant's. `turn`: further fields of the turn that an answer is."""
 
@@ -92,11 +92,11 @@ class _Call:
 def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
     """Files of `resourceSpans`, one object a line or one in all. A span is what the report
     counts as a line."""
-    conversations: dict[tuple[str, str | None], list[_Call]] = defaultdict(list)
+    conversations: dict[tuple[str, str | None], list[_ModelSpan]] = defaultdict(list)
     seen: dict[tuple[str, str], Json] = {}
-    answered: dict[str, _Call] = {}
+    answered: dict[str, _ModelSpan] = {}
     agents = _Agents()
-    calls: list[tuple[str, Json, _Call]] = []
+    calls: list[tuple[str, Json, _ModelSpan]] = []
     for place, span, around in _spans(path, report):
         span_key = _ids(span, "spanId")
         if span.get("spanId") is not None and span_key in seen:
@@ -131,7 +131,7 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
             yield trace
 
 
-def _says_the_same(one: _Call, other: _Call) -> bool:
+def _says_the_same(one: _ModelSpan, other: _ModelSpan) -> bool:
     first, second = ([compared_text(a[-1]) for a in call.answers] for call in (one, other))
     return first == second
 
@@ -256,7 +256,9 @@ def _structured(value: Any) -> Any:
 # ---------------------------------------------------------------------- one span
 
 
-def _call(place: str, span: Json, values: Json, around: Json, report: ImportReport) -> _Call | None:
+def _call(
+    place: str, span: Json, values: Json, around: Json, report: ImportReport
+) -> _ModelSpan | None:
     """The model call of a span; None: it is none, or has no content."""
     if values.get("gen_ai.operation.name") not in (None, *MODEL_CALLS):
         return None
@@ -292,7 +294,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     }
     if any(not parts or parts[-1]["role"] != "assistant" for parts in answers):
         raise TraceError("an answer that is not the assistant's")
-    return _Call(place, messages, answers, reasons, turn, kept, labels)
+    return _ModelSpan(place, messages, answers, reasons, turn, kept, labels)
 
 
 def _take_reasons(answered: Sequence[Any], rest: Json) -> list[Any]:
@@ -486,7 +488,7 @@ def _flat_call(call: Any) -> Any:
 # ---------------------------------------------------------------------- conversations
 
 
-def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator[Trace]:
+def _joined(name: str, calls: Sequence[_ModelSpan], report: ImportReport) -> Iterator[Trace]:
     session, ends, places = Session(name), dict[str, str](), dict[str, str]()
     for call in calls:
         rest: Json = {"span": call.rest}
