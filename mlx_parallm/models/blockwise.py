@@ -78,7 +78,7 @@ from mlx_parallm.models.layouts.layout import (
 )
 from mlx_parallm.models.ops import fused, unpacks
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.sums import PassProof, is_silent
+from mlx_parallm.models.sums import PassProof, Signals, flags_of
 from mlx_parallm.system.device.traits import compiles_gradients, may_lose_results
 
 ROUNDING_OF_ALL = 1e-6
@@ -101,8 +101,9 @@ class BlockwiseModel:
     the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`: why prompts are
     not shared, sequences not packed, and rows no tree; else "". Gradients are lists in the order of
     `slots.names`. Every array that leaves a method is evaluated. `loss_reached`: whether the newest
-    loss has a slope by the hidden states. `feature_slopes`: the gradient by `features` of the
-    newest `loss_and_gradients`. Those of `FeatureGradient.parts` are 0 here.
+    loss has a slope by the hidden states; `signals`: of its gradients and further arrays, where a
+    device may lose results. `feature_slopes`: the gradient by `features` of the newest
+    `loss_and_gradients`. Those of `FeatureGradient.parts` are 0 here.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class BlockwiseModel:
         self._own = own_slots(self._places.names, features)
         self._between_blocks = between_blocks
         self.longest_eval_ms, self.loss_reached = 0.0, True
+        self.signals = Signals([])
         self.forget_routing()
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
@@ -293,11 +295,14 @@ class BlockwiseModel:
         `fuse`: the objective may be part of a `fused` function. It evaluates no array, and reads
         numbers that change from call to call by `as_data`. Raises DeviceFaultError.
         """
-        return self._pass.proved("learn", lambda: self._learn(batch, objective, sums, fuse))
+        loss, extras, gradients, self.signals = self._pass.proved(
+            "learn", lambda: self._learn(batch, objective, sums, fuse)
+        )
+        return loss, extras, gradients
 
     def _learn(
         self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None, fuse: bool
-    ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array]]:
+    ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array], Signals]:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
@@ -318,7 +323,9 @@ class BlockwiseModel:
             g if g is not None else mx.zeros(p.shape)
             for g, p in zip(gradients, self.slots.read(), strict=True)
         ]
-        return loss, extras, complete
+        signals = Signals([*complete, *extras] if may_lose_results() else [])
+        self._pass.read_beside(signals)
+        return loss, extras, complete, signals
 
     def _whole(
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
@@ -382,9 +389,9 @@ class BlockwiseModel:
             *arguments
         )
         cotangent, of_reads, new = results if below else (None, [], results)
-        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *counts)
         if len(self._groups) == 1:
             self._pass.look(hidden)
+        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *counts)
         self._note(counts)
         if below:
             self._pull_back(reads, passed, of_reads)
@@ -470,7 +477,7 @@ class BlockwiseModel:
     ) -> None:
         """Go from the last of the group inputs to the first, then the embedding. Empties them,
         to free the activations."""
-        self.loss_reached = not is_silent(cotangent)
+        reached, slopes = flags_of(cotangent), list[mx.array]()
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)
@@ -504,8 +511,7 @@ class BlockwiseModel:
                 )
                 self._pull_back(reads, passed, new[: len(before)])
                 self._add(gradients, slots, new[len(before) :], cotangent, *new[: len(before)])
-                if self.loss_reached:
-                    self._pass.look(cotangent)
+                slopes += flags_of(cotangent)
             else:
                 constants = [hidden, *before]
 
@@ -517,6 +523,9 @@ class BlockwiseModel:
                 new = self._vjp(constant, parameters, cotangents, hidden.size)
                 cotangent = None
                 self._add(gradients, slots, new)
+        self.loss_reached = all(flag.item() for flag in reached)
+        if self.loss_reached:
+            self._pass.keep(slopes)
         if cotangent is not None and self._below_slots:
             self._backward_embedding(layout, passed, cotangent, gradients)
 

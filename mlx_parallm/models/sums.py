@@ -14,8 +14,8 @@ wrong. A CPU computes an operation or ends the process, so nothing is looked for
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -73,35 +73,59 @@ def raise_stored_faults() -> None:
         mx.synchronize()
 
 
+class Signals:
+    """Whether each of some arrays has a number that is not 0. Those without numbers have one.
+
+    `flags` is lazy: evaluated with something else, it makes nobody wait.
+    """
+
+    def __init__(self, arrays: Sequence[mx.array]) -> None:
+        self.flags = [_flag(array) for array in arrays]
+
+    def read(self) -> np.ndarray:
+        """[n] bool, of evaluated flags."""
+        return np.array([flag.item() for flag in self.flags], bool)
+
+
 def has_signal(arrays: Sequence[mx.array]) -> np.ndarray:
-    """Return for each array whether a number in it is not 0: [n] bool. Those without numbers have
-    a signal."""
-    return _read_flags([_signal_flag(array) for array in arrays])
+    """Return for each array whether a number in it is not 0: [n] bool."""
+    signals = Signals(arrays)
+    _evaluate(signals.flags)
+    return signals.read()
 
 
-def _signal_flag(array: mx.array) -> mx.array:
+def _evaluate(arrays: list[mx.array]) -> None:
+    if arrays:
+        mx.eval(arrays)
+
+
+def _flag(array: mx.array) -> mx.array:
     return mx.any(array) if array.size else mx.array(True)
 
 
-def _read_flags(flags: Sequence[mx.array]) -> np.ndarray:
-    """Return all flags by one read: [n] bool."""
-    return np.array(mx.stack(list(flags))) if flags else np.ones(0, bool)
-
-
-def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
-    """Count the zeros of each array of real numbers."""
+def zeros_of(arrays: Mapping[str, mx.array], beside: Sequence[mx.array] = ()) -> dict[str, int]:
+    """Count the zeros of each array of real numbers. `beside`: evaluated with the counts."""
     floats = {
         name: array for name, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating)
     }
-    if not floats:
-        return {}
-    counts = np.array(mx.stack([(array == 0).sum() for array in floats.values()])).tolist()
-    return dict(zip(floats, counts, strict=True))
+    # not 0: a count that is lost itself says that all are
+    counts = [(array != 0).sum() for array in floats.values()]
+    _evaluate([*counts, *beside])
+    sizes = ((name, array.size) for name, array in floats.items())
+    return {
+        name: size - cast("int", count.item())
+        for (name, size), count in zip(sizes, counts, strict=True)
+    }
 
 
-def is_silent(array: mx.array | None) -> bool:
-    """Return whether it is zeros alone, on a device that may lose results. None: unknown."""
-    return array is not None and may_lose_results() and not has_signal([array]).all()
+def flags_of(array: mx.array | None) -> list[mx.array]:
+    """Begin to look whether an evaluated array has a number that is not 0: [flag]. Nothing waits
+    for it. None, or a device that loses no results: []."""
+    if array is None or not may_lose_results():
+        return []
+    flag = _flag(array)
+    mx.async_eval(flag)  # now, so that the flag does not keep the array
+    return [flag]
 
 
 class PassProof:
@@ -115,14 +139,20 @@ class PassProof:
 
     def __init__(self) -> None:
         self._flags: list[mx.array] = []  # [] bool, one for each array of this pass
+        self._beside: list[mx.array] = []
         self._right: dict[str, list[bool]] = {}
 
     def look(self, array: mx.array | None) -> None:
-        """Take an evaluated array of the pass, or None. Nothing waits for its flag:
-        all flags are read at the pass's end."""
-        if array is not None and may_lose_results():
-            self._flags.append(_signal_flag(array))
-            mx.async_eval(self._flags[-1])  # now, so that the flag does not keep the array
+        """Take an evaluated array of the pass, or None."""
+        self.keep(flags_of(array))
+
+    def keep(self, flags: Iterable[mx.array]) -> None:
+        """Take what `flags_of` returned. All flags are read at the pass's end."""
+        self._flags += flags
+
+    def read_beside(self, signals: Signals) -> None:
+        """Evaluate these signals with the flags of this pass, at its end."""
+        self._beside = signals.flags
 
     def proved(self, kind: str, compute: Callable[[], T]) -> T:
         """Return the result of the pass `compute`. Raises DeviceFaultError: an array is zeros
@@ -136,10 +166,11 @@ class PassProof:
         return result
 
     def _once(self, compute: Callable[[], T]) -> tuple[T, list[bool]]:
-        self._flags = []
+        self._flags, self._beside = [], []
         result = compute()
         flags, self._flags = self._flags, []
-        return result, _read_flags(flags).tolist()
+        _evaluate(self._beside)
+        return result, [bool(flag.item()) for flag in flags]
 
 
 def evaluated(compute: Callable[[], list[mx.array]], what: str) -> list[mx.array]:

@@ -11,7 +11,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch
-from mlx_parallm.models.sums import PassProof, evaluated, has_signal
+from mlx_parallm.models.sums import PassProof, Signals, evaluated, has_signal
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof
 from mlx_parallm.rl_training.step.optimizer import make_groups
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
@@ -160,7 +160,9 @@ class Learned:
         signs = self._passes.pop(0) if len(self._passes) > 1 else self._passes[0]
         self.loss_reached = any(sign == "1" for sign in signs)
         gradients = [mx.full((2,), float(sign)) for sign in signs]
-        return mx.array(1.0), (mx.array([-1.0, -2.0]), mx.array([1.0, 1.0])), gradients
+        scores = (mx.array([-1.0, -2.0]), mx.array([1.0, 1.0]))
+        self.signals = Signals([*gradients, *scores])
+        return mx.array(1.0), scores, gradients
 
     def learn(self, slope: float = 1.0, sums: list[mx.array] | None = None) -> int:
         """Return the passes of a step."""

@@ -48,7 +48,7 @@ PLACES = {
     "checkpoint": {"_keep_proved", "_save", "_check_room"},
     "gradient": {"loss_and_gradients", "_zeros"},
     "optimizer": {"apply"},
-    "adapter": {"write"},
+    "adapter": {"_write"},
     "scores": {"_score_rows"},
     "keys": {"move_rows"},
     "probe": {"_compiles"},

@@ -60,15 +60,15 @@ class GradientProof:
         result = self._model.loss_and_gradients(batch, objective, sums, fuse=fuse)
         if not may_lose_results():
             return result
-        zeros = self._zeros(result)
+        zeros = self._zeros()
         odd = self._of_a_sum(sums, zeros)
         if flat := LOSS in zeros and self._is_flat(batch, objective, result):
             odd |= zeros & {LOGPROBS}
         else:
             odd |= self._odd(zeros)
         if odd:
-            again = self._zeros(self._model.loss_and_gradients(batch, objective, sums, fuse=fuse))
-            if wrong := sorted(odd - again):
+            self._model.loss_and_gradients(batch, objective, sums, fuse=fuse)
+            if wrong := sorted(odd - self._zeros()):
                 raise wrong_numbers(f"the gradient of {wrong[0]} is zeros alone")
         if not flat:
             self._silent = zeros
@@ -99,11 +99,12 @@ class GradientProof:
         times = {name: self._became_silent[name] for name in new}
         return {name for name, n in times.items() if n <= TRUSTED or n.bit_count() == 1}
 
-    def _zeros(self, result: Result) -> set[str]:
-        _, extras, gradients = result
-        names = [*self._model.slots.names, LOGPROBS]
-        signal = has_signal([*gradients, extras[-2]])
-        zeros = {name for name, has in zip(names, signal, strict=True) if not has}
+    def _zeros(self) -> set[str]:
+        """Return what is zeros alone in the newest result."""
+        names = self._model.slots.names
+        signal = self._model.signals.read()
+        zeros = {name for name, has in zip(names, signal, strict=False) if not has}
+        zeros |= set() if signal[-2] else {LOGPROBS}
         return zeros if self._model.loss_reached else {*zeros, LOSS}
 
     def _without_b(self, zeros: set[str]) -> set[str]:

@@ -26,7 +26,7 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.heads.value_head import is_value_head
 from mlx_parallm.models.ops import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
-from mlx_parallm.models.sums import NEW_ZEROS, evaluated, has_signal, total, zeros_of
+from mlx_parallm.models.sums import NEW_ZEROS, Signals, evaluated, has_signal, total, zeros_of
 from mlx_parallm.rl_training.step import states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
@@ -156,7 +156,8 @@ class PolicyOptimizer:
         packed = [part for _, part in sums]
         mx.eval(norm, packed)
         size = scalar(norm)
-        self._check_packed(size, packed, gradients)
+        if not size:
+            self._check_packed(size, packed, gradients)
         if not math.isfinite(size):
             return Update(size, applied=False)
         clipped = self._max_grad_norm and size > self._max_grad_norm
@@ -164,6 +165,8 @@ class PolicyOptimizer:
         before = self._sample()
         for group, part in zip(self._groups, packed, strict=True):
             group.apply(part, learning_rate, factor)
+        if any(group.learns_nothing for group in self._groups):
+            self._check_packed(size, packed, gradients)
         if self._adaptive is not None:
             masters = self._masters()
             masked = self._adaptive.after_update(
@@ -171,8 +174,8 @@ class PolicyOptimizer:
             )
             if masked:
                 self._set_masters([masked.get(slot, each) for slot, each in enumerate(masters)])
-        self.write()
-        return Update(size, applied=True, moved=self._movement(before))
+        written = self._write()
+        return Update(size, applied=True, moved=self._movement(before, written))
 
     def _check_packed(
         self, size: float, packed: Sequence[Mapping[str, mx.array]], gradients: Sequence[mx.array]
@@ -195,7 +198,7 @@ class PolicyOptimizer:
             raise wrong_numbers("the gradient as the optimizer takes it is zeros alone")
 
     def _sample(self) -> list[tuple[int, mx.array]]:
-        """Every n-th weight, bundle by bundle: copies, so that they may still be written over."""
+        """Every n-th weight, bundle by bundle. Of many: copies, so that the weights may go."""
         measured = [
             group for group in self._groups if not is_value_head(self._slots.names[group.slots[0]])
         ]
@@ -206,17 +209,20 @@ class PolicyOptimizer:
             places[:] = [slot for slot, _ in entries]
             return [array for _, array in entries]
 
-        arrays = evaluated(sampled, "a sample of the weights")
-        return list(zip(places, arrays, strict=True))
+        # few weights: copies would save nothing
+        entries = sampled() if self._stride == 1 else evaluated(sampled, "a sample of the weights")
+        return list(zip(places, entries, strict=True))
 
-    def _movement(self, before: list[tuple[int, mx.array]]) -> Movement:
+    def _movement(self, before: list[tuple[int, mx.array]], written: Signals | None) -> Movement:
+        """Measure the update, and prove with the same evaluation what was written."""
         squares, weights, moved = mx.array(0.0), mx.array(0.0), mx.array(0)
         for (slot, old), (_, new) in zip(before, self._sample(), strict=True):
             dtype = self._dtypes[slot]
             squares = squares + total(mx.square(new - old))
             weights = weights + total(mx.square(old))
             moved = moved + (new.astype(dtype) != old.astype(dtype)).sum()
-        mx.eval(squares, weights, moved)
+        mx.eval(squares, weights, moved, written.flags if written else [])
+        self._prove(written)
         if (
             before
             and not scalar(weights)
@@ -245,25 +251,25 @@ class PolicyOptimizer:
     def write(self) -> None:
         """Write the masters into the tree, in its dtype. Raises DeviceFaultError: one becomes zeros
         alone, and does not when it is written again."""
+        self._prove(self._write())
+
+    def _write(self) -> Signals | None:
+        """Write the masters into the tree; return what proves them (None: a CPU has made them)."""
         arrays = [
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
         mx.eval(arrays)
-        if self._had_signal is not None:
-            self._had_signal = self._proved(arrays, self._had_signal)
         self._slots.write(arrays)
+        return Signals(arrays) if self._had_signal is not None else None
 
-    def _proved(self, arrays: Sequence[mx.array], had_signal: np.ndarray) -> np.ndarray:
-        signal = has_signal(arrays)
-        lost = [place for place, has in enumerate(had_signal) if has and not signal[place]]
-        if (
-            lost
-            and has_signal(
-                [self._masters()[place].astype(self._dtypes[place]) for place in lost]
-            ).any()
-        ):
+    def _prove(self, written: Signals | None) -> None:
+        if written is None or self._had_signal is None:
+            return
+        signal, masters = written.read(), self._masters()
+        lost = np.flatnonzero(self._had_signal & ~signal).tolist()
+        if lost and has_signal([masters[p].astype(self._dtypes[p]) for p in lost]).any():
             raise wrong_numbers(f"{self._slots.names[lost[0]]} is zeros alone")
-        return signal
+        self._had_signal = signal
 
     # ------------------------------------------------------------------ checkpoint
 
@@ -354,6 +360,7 @@ class ParameterGroup:
         # since the last update: it is not compiled, since they would be part of its loops
         self._new_settings = False
         self._had_signal = set[tuple[str, str]]()  # masters and states that were not zeros alone
+        self.learns_nothing = False  # a gradient of the last update was zeros alone
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -422,11 +429,14 @@ class ParameterGroup:
     def _odd_zeros(self, gradients: Mapping[str, mx.array], masters: Any, state: Any) -> set[str]:
         """Return the results of an update that are zeros alone although they, or their gradient,
         were not, and the masters that have got many zeros."""
-        arrays = {(name, "gradient"): array for name, array in gradients.items()}
-        arrays |= {(name, "master"): array for name, array in masters.items()}
-        arrays |= {(name, kind): array for name in masters for kind, array in state[name].items()}
-        signals = dict(zip(arrays, has_signal(list(arrays.values())), strict=True))
+        looked = {(name, "gradient"): array for name, array in gradients.items()}
+        looked |= {(name, kind): array for name in masters for kind, array in state[name].items()}
+        states = Signals(list(looked.values()))
+        zeros = zeros_of(masters, states.flags)
+        signals = dict(zip(looked, states.read().tolist(), strict=True))
+        signals |= {(name, "master"): zeros[name] < masters[name].size for name in masters}
         learns = {name: signals.pop((name, "gradient")) for name in gradients}
+        self.learns_nothing = not all(learns.values())
         odd = {
             f"{kind} of {name} is zeros alone"
             for (name, kind), has in signals.items()
@@ -434,7 +444,6 @@ class ParameterGroup:
         }
         if not odd:
             self._had_signal = {leaf for leaf, has in signals.items() if has}
-        zeros = zeros_of(masters)
         bounds = {name: array.size // NEW_ZEROS for name, array in masters.items()}
         many = [name for name, count in zeros.items() if count > bounds[name]]
         before = zeros_of({name: self.masters[name] for name in many})
