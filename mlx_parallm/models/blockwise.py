@@ -523,11 +523,11 @@ class BlockwiseModel:
                 new = self._vjp(constant, parameters, cotangents, hidden.size)
                 cotangent = None
                 self._add(gradients, slots, new)
+        if cotangent is not None and self._below_slots:
+            self._backward_embedding(layout, passed, cotangent, gradients)
         self.loss_reached = all(flag.item() for flag in reached)
         if self.loss_reached:
             self._pass.keep(slopes)
-        if cotangent is not None and self._below_slots:
-            self._backward_embedding(layout, passed, cotangent, gradients)
 
     def _backward_embedding(
         self,

@@ -18,6 +18,7 @@ waiting, metrics lines cut. The rest is in `TrainerState`.
 import os
 import random
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,8 @@ STATE_BYTES = 64 << 10
 MOST_KEPT = 512 << 20
 """Bytes of the copies for a fault of the GPU: an adapter with its optimizer. Larger ones would take
 memory that the model needs."""
+KEPT_SHARE = 0.005
+"""Of the time that these copies may take: a large adapter is not copied after each step."""
 
 log = structlog.get_logger(__name__)
 
@@ -91,6 +94,7 @@ class Checkpointer:
         self._policy, self._optimizer = policy, optimizer
         self._keep, self._keep_best, self._judge = keep, keep_best, judge
         self._kept_moment: tuple[TrainerState, HostCopy, dict[str, np.ndarray]] | None = None
+        self._keeps_again_at = 0.0
         run_directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_directory)
 
@@ -115,9 +119,11 @@ class Checkpointer:
         """
         path = self.run_directory / state.checkpoint_name
         try:
-            return self._save(path, state, final=final, best=best, served=served or {})
+            saved = self._save(path, state, final=final, best=best, served=served or {})
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
+        self._kept_moment = None  # no newer one
+        return saved
 
     def _save(
         self,
@@ -158,10 +164,13 @@ class Checkpointer:
     def keep(self, state: TrainerState, served: Mapping[str, mx.array] | None) -> None:
         """Copy a checkpoint's arrays into host memory, unless they are large:
         the policy and its optimizer, and no learner or reference beside them. Else the last
-        checkpoint counts.
+        checkpoint counts. An earlier copy stays where another one would take too much time.
 
         The device was synchronised, and had no fault. After one no array may be read from it.
         """
+        started = time.monotonic()
+        if self._kept_moment is not None and started < self._keeps_again_at:
+            return
         self._kept_moment = None
         if self._learners or self._policy.keeps_reference:
             return
@@ -169,6 +178,8 @@ class Checkpointer:
         if copy is not None:
             copies = {name: to_host(array) for name, array in (served or {}).items()}
             self._kept_moment = (_complete(state), copy, copies)
+        ended = time.monotonic()
+        self._keeps_again_at = ended + (ended - started) / KEPT_SHARE
 
     def save_kept(self) -> Path | None:
         """Write what `keep` has copied as a checkpoint, by the CPU alone; the policy is that of

@@ -379,8 +379,8 @@ class TrainingLoop:
         self._saved = state.checkpoint_name
 
     def _keep_proved(self) -> None:
-        """Keep a copy of this moment, which is sound, in case a GPU fails later. It costs a step
-        of all weights 1 to 2 %, and a CPU that fails ends the process."""
+        """Keep a copy of this moment, which is sound, in case a GPU fails later. A CPU that fails
+        ends the process."""
         if self._parts.checkpointer is not None and may_lose_results():
             raise_stored_faults()
             self._control.faults.check()

@@ -1,19 +1,21 @@
 """Zeros where there cannot be any."""
 
+import re
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import DeviceFaultError
+from mlx_parallm.models import sums
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.sums import PassProof, Signals, evaluated, has_signal
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof
-from mlx_parallm.rl_training.step.optimizer import make_groups
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, make_groups
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.weights import WeightsProof
 from tests.rl_training.step.test_blockwise import with_lora
@@ -121,6 +123,44 @@ def test_hidden_states_that_are_rightly_zeros_are_computed_again_once() -> None:
     kinds.score()
     with pytest.raises(DeviceFaultError):
         kinds.score("learn")
+
+
+class Flag:
+    """The answer whether an array is zeros alone, which notes when it is read."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def item(self) -> bool:
+        self._events.append("read")
+        return True
+
+
+def test_proofs_wait_once_a_pass_and_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of n blocks waited n times for a GPU, and an update six times."""
+    parts = BlockwiseModel(with_lora(make_model(num_hidden_layers=3)), blocks_per_eval=1)
+    optimizer = PolicyOptimizer(parts.slots, RLTrainingConfig(total_steps=9))
+    events, evaluate = list[str](), mx.eval
+
+    def noted(*trees: object) -> None:
+        leaves = [leaf for _, leaf in tree_flatten(trees)]
+        events.append("proofs" if all(isinstance(leaf, Flag) for leaf in leaves) else "model")
+        evaluate([leaf for leaf in leaves if not isinstance(leaf, Flag)])
+
+    monkeypatch.setattr(mx, "eval", noted)
+    monkeypatch.setattr(mx, "async_eval", lambda *flags: None)
+    monkeypatch.setattr(sums, "_flag", lambda array: Flag(events))
+    tokens = mx.arange(16, dtype=mx.int32).reshape(2, 8)
+    batch = TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32))
+    parts.score(batch)
+    scored, events[:] = "".join(event[0] for event in events), []
+    _, _, gradients = parts.loss_and_gradients(batch, lambda logprobs, *_: (logprobs.sum(), ()))
+    learned, events[:] = "".join(event[0] for event in events), []
+    optimizer.update(gradients, 1e-3)
+    updated = "".join(event[0] for event in events)
+    assert re.fullmatch("m{4,5}r+", scored)
+    assert re.fullmatch("m{6,8}r?pr+", learned)
+    assert re.fullmatch("mmmr+mmr+", updated)
 
 
 def test_a_model_of_zeros_is_trained() -> None:

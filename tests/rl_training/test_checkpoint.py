@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,37 @@ def test_an_initial_reference_comes_back(tmp_path: Path) -> None:
     expected = trainer.train_step(batch).metrics
     assert expected["kl"] > 1e-4
     assert_same_metrics(other.train_step(batch).metrics, expected)
+
+
+def test_copies_for_a_fault_of_the_gpu_take_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that takes a second is made again after 200 s; one that a checkpoint has overtaken is
+    dropped, and made again at once."""
+    trainer, clock = trained(), [1000.0]
+    checkpointer, copy = make_checkpointer(tmp_path, trainer), trainer.optimizer.host_copy
+    steps = list[int]()
+
+    def slowly(most_bytes: int) -> Any:
+        steps.append(step)
+        clock[0] += 1.0
+        return copy(most_bytes)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(trainer.optimizer, "host_copy", slowly)
+    for step in range(1, 9):
+        checkpointer.keep(state_at(step), None)
+        if step == 6:
+            checkpointer.save(state_at(step))
+        clock[0] += 79.0
+    assert steps == [1, 4, 7]
+    device = mx.default_device()
+    try:
+        saved = checkpointer.save_kept()
+    finally:
+        mx.set_default_device(device)
+    assert saved is not None and saved.name == "step_000007"
+    assert checkpointer.save_kept() is None
 
 
 def test_adapters_are_mlx_lms(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ class PolicyOptimizer:
         ]
         mx.eval(arrays)
         self._slots.write(arrays)
-        return Signals(arrays) if self._had_signal is not None else None
+        return Signals(arrays) if may_lose_results() else None
 
     def _prove(self, written: Signals | None) -> None:
         if written is None or self._had_signal is None:
