@@ -59,9 +59,11 @@ from mlx_parallm.models.layer_stack import (
     arrays_in,
     check_stack,
     distance,
+    floats_in,
     hidden_of,
     norm,
     outputs_in,
+    refilled,
     resolved,
 )
 from mlx_parallm.models.layouts.forced_experts import routing_of
@@ -365,7 +367,7 @@ class BlockwiseModel:
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
         ) -> tuple[mx.array, list[mx.array], Any]:
             with self._places.bound(parameters, slots), counted(current()) as counts:
-                carried = passed.carried | _refilled(reads, passed.carried, before)
+                carried = passed.carried | refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
                 )
@@ -379,7 +381,7 @@ class BlockwiseModel:
         hidden = passed.starts.pop()
         arguments = (
             hidden,
-            _floating([passed.carried[output] for output in reads]),
+            floats_in([passed.carried[output] for output in reads]),
             self._places.read(slots),
         )
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
@@ -481,7 +483,7 @@ class BlockwiseModel:
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)
-            before = _floating([passed.carried[output] for output in reads])
+            before = floats_in([passed.carried[output] for output in reads])
             writes = [output for output in passed.slopes if output.block in self._groups[group]]
 
             def block(
@@ -494,9 +496,7 @@ class BlockwiseModel:
                 writes: list[BlockOutput] = writes,
             ) -> list[mx.array]:
                 with self._places.bound(arrays[count:], slots):
-                    carried = passed.carried | _refilled(
-                        reads, passed.carried, list(arrays[:count])
-                    )
+                    carried = passed.carried | refilled(reads, passed.carried, list(arrays[:count]))
                     out = self._run(group, hidden, layout, passed.calls, carried)
                     return [out, *_apart([carried[output] for output in writes])]
 
@@ -560,7 +560,7 @@ class BlockwiseModel:
         """Add slopes to those of a group's inputs."""
         left = iter(slopes)
         for output in reads:
-            new = [next(left) for _ in _floating(passed.carried[output])]
+            new = [next(left) for _ in floats_in(passed.carried[output])]
             old = passed.slopes.get(output)
             passed.slopes[output] = (
                 new if old is None else [a + b for a, b in zip(old, new, strict=True)]
@@ -615,7 +615,7 @@ class BlockwiseModel:
 
         def lift(value: Any) -> Any:
             if (
-                not _floating(value)
+                not floats_in(value)
                 or not isinstance(value, mx.array)
                 or value.shape[:2] != hidden.shape[-3:-1]
             ):
@@ -780,28 +780,10 @@ class _Passed:
     slopes: dict[BlockOutput, list[mx.array]] = field(default_factory=dict)
 
 
-def _floating(values: Any) -> list[mx.array]:
-    return [array for array in arrays_in(values) if mx.issubdtype(array.dtype, mx.floating)]
-
-
 def _apart(values: Any) -> list[mx.array]:
     """Return new arrays: MLX takes one cotangent only for an array that a function returns
     twice, or just passes on."""
-    return [array + 0 for array in _floating(values)]
-
-
-def _refilled(
-    outputs: list[BlockOutput], carried: dict[BlockOutput, Any], arrays: list[mx.array]
-) -> dict[BlockOutput, Any]:
-    """Return these outputs with `arrays` in the places of their floating ones."""
-    left = iter(arrays)
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(filled, value))
-        return next(left) if _floating(value) else value
-
-    return {output: filled(carried[output]) for output in outputs}
+    return [array + 0 for array in floats_in(values)]
 
 
 def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:

@@ -322,6 +322,25 @@ def arrays_in(calls: Any) -> list[mx.array]:
     )
 
 
+def floats_in(values: Any) -> list[mx.array]:
+    """Return the arrays of real numbers among them."""
+    return [array for array in arrays_in(values) if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def refilled(
+    outputs: list[BlockOutput], carried: dict[BlockOutput, Any], arrays: list[mx.array]
+) -> dict[BlockOutput, Any]:
+    """Return these outputs with `arrays` in the places of their floating ones."""
+    left = iter(arrays)
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(filled, value))
+        return next(left) if floats_in(value) else value
+
+    return {output: filled(carried[output]) for output in outputs}
+
+
 def outputs_in(call: Any) -> list[BlockOutput]:
     """The outputs of earlier blocks among a block's arguments."""
     arguments = [*call.args, *call.kwargs.values()] if isinstance(call, BlockCall) else []
