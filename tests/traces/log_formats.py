@@ -15,7 +15,7 @@ from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace
 from mlx_parallm.types import Rollout, RolloutGroup
-from tests.traces.test_importers import attribute, claude, codex, said, spans
+from tests.traces.test_importers import attribute, claude, codex, said, sides, spans
 
 Json = dict[str, Any]
 
@@ -407,10 +407,7 @@ def otlp(folder: Path, talks: Sequence[Talk]) -> list[Path]:
                 continue
             answer = {**answer, "parts": [*held, *answer["parts"]]}
             before = [m for m in before if "server_tool_call" not in json.dumps(m)]
-            values = {
-                "gen_ai.input.messages": json.dumps(before),
-                "gen_ai.output.messages": json.dumps([answer]),
-            }
+            values = sides(before, [answer])
             if turn.name:
                 values["gen_ai.response.id"] = turn.name
             rows.append(_span(number + 10 * bool(talk.mark), values, talk))

@@ -19,6 +19,7 @@ from mlx_parallm.systems.traces.rewards import fit_learned, trajectory_of
 from mlx_parallm.systems.traces.session import label_about
 from mlx_parallm.systems.traces.trace import ToolCallTrace, Trace, new_trace, trace_of_events
 from tests.scripted_http import Reply, scripted_http
+from tests.traces.messages import assistant, user
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
 
@@ -30,10 +31,7 @@ def reply(text: str) -> Reply:
 def answers(*texts: str) -> list[Trace]:
     found = []
     for number, text in enumerate(texts):
-        messages = [
-            {"role": "user", "content": "Which number?"},
-            {"role": "assistant", "content": text},
-        ]
+        messages = [user("Which number?"), assistant(text)]
         found.append(new_trace(messages, session_id=str(number), source="test"))
     return found
 

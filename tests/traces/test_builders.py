@@ -25,13 +25,14 @@ from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace, manual_label, new_trace
 from tests.server.scripted_answers import HERMES_TEMPLATE, tokenizer_with
 from tests.traces.log_formats import traces_of
+from tests.traces.messages import assistant, user
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"q": [1, "ü"]}'}}
 
 
 def trace(name: str, question: str, answer: str, score: float | None = None, **extra: Any) -> Trace:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages = [user(question), assistant(answer)]
     made = new_trace(messages, session_id=name, source="test", **extra)
     if score is not None:
         made.add_label(Label(name="feedback", value=score, by="user", at=1.0))
@@ -52,7 +53,7 @@ def branched() -> list[Trace]:
         return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
 
     def follow(asked: list[dict[str, Any]], answer: str) -> None:
-        session.follow(asked, {"role": "assistant", "content": answer}, ends, at=1.0)
+        session.follow(asked, assistant(answer), ends, at=1.0)
 
     follow(say("one"), "first")
     follow(say("one", "first", "two"), "left")
@@ -101,10 +102,10 @@ def test_calls_and_tools_are_rendered_as_the_server_renders_them(tmp_path: Path)
     tokens = dict.fromkeys(("<think>", "</think>", "<tool_call>", "</tool_call>"), False)
     tokenizer = tokenizer_with(tmp_path / "hermes", tokens, chat_template=HERMES_TEMPLATE)
     messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        user("q"),
+        assistant(None, tool_calls=[CALL]),
         {"role": "tool", "tool_call_id": "c", "content": "r"},
-        {"role": "assistant", "content": "a"},
+        assistant("a"),
     ]
     [row] = rows([new_trace(messages, session_id="s", source="test", tools=TOOLS)], "sft")
     assert isinstance(row["tools"], str) and json.loads(row["tools"]) == TOOLS
@@ -112,7 +113,7 @@ def test_calls_and_tools_are_rendered_as_the_server_renders_them(tmp_path: Path)
     [texts] = learned(tmp_path / "a.jsonl", [row], tokenizer, "sft", enable_thinking=False)
     # The server's rendering: content "", arguments as an object.
     call = CALL | {"function": {"name": "look", "arguments": {"q": [1, "ü"]}}}
-    served = [messages[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    served = [messages[0], assistant("", tool_calls=[call])]
     plain = {"tools": TOOLS, "template_kwargs": {"enable_thinking": False}}
     before = tokenizer.render_chat_text(served[:1], **plain)
     after = tokenizer.render_chat_text(served, add_generation_prompt=False, **plain)
@@ -154,8 +155,8 @@ def test_kto_preference_grpo_and_prompts(tmp_path: Path, tiny_tokenizer: Any) ->
     ]
     kto = rows(traces, "kto")
     assert [row["label"] for row in kto] == [True, False, True, True]
-    assert kto[0]["prompt"] == [{"role": "user", "content": "q"}]
-    assert kto[0]["completion"] == [{"role": "assistant", "content": "good"}]
+    assert kto[0]["prompt"] == [user("q")]
+    assert kto[0]["completion"] == [assistant("good")]
     end = tiny_tokenizer.token_text(tiny_tokenizer.eos_token_id)
     assert learned(tmp_path / "k.jsonl", kto, tiny_tokenizer, "kto")[1] == [f"bad{end}"]
     [pair] = rows(traces, "preference")
@@ -195,11 +196,7 @@ def test_the_split_is_by_session_and_opening() -> None:
     )
     assert not train & test and len(train | test) == 300
     assert 40 <= len(test) <= 80
-    one = new_trace(
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        session_id="s",
-        source="t",
-    )
+    one = new_trace([user("a"), assistant("b")], session_id="s", source="t")
     for fraction in (0.1, 0.5, 0.9):  # after a compaction the same session begins differently
         later = trace("s", f"summary {fraction}", "c")
         both = build_dataset([one, later], DatasetOptions("sft", test_fraction=fraction))
@@ -207,8 +204,8 @@ def test_the_split_is_by_session_and_opening() -> None:
 
 
 def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> None:
-    first, second = ({"role": "user", "content": text} for text in ("first", "second"))
-    answer = {"role": "assistant", "content": "b"}
+    first, second = (user(text) for text in ("first", "second"))
+    answer = assistant("b")
     traces = [
         new_trace([prompt, answer], session_id=f"{n}", source="test")
         for n, prompt in enumerate((first, second))
@@ -221,7 +218,7 @@ def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> No
         assert kept.left_out["its prompt, or one like it, is held out"] == 1
     words = [f"word{number}" for number in range(300)]
     near = [trace("1", " ".join(words), "b"), trace("2", " ".join(words[::-1]), "b")]
-    held_out = [{"prompt": [{"role": "user", "content": " ".join([*words[:-1], "other"])}]}]
+    held_out = [{"prompt": [user(" ".join([*words[:-1], "other"]))]}]
     left = without_prompts(build_dataset(near, DatasetOptions("sft", test_fraction=0.0)), held_out)
     assert [row["messages"][0]["content"] for row in left.train] == [" ".join(words[::-1])]
     exact = build_dataset(near, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0))

@@ -24,6 +24,7 @@ from mlx_parallm.systems.traces import (
     hook_into_agent,
     read_traces,
 )
+from tests.traces.messages import assistant, user
 
 
 class Agent:
@@ -139,10 +140,10 @@ def test_secrets_of_a_run_are_not_written(tmp_path: Path) -> None:
 def test_a_trace_of_any_source_has_the_view(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"n": 1}'}}
     rows = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        user("q"),
+        assistant(None, reasoning_content="hm", tool_calls=[call]),
         {"role": "tool", "tool_call_id": "1", "content": "Error: no such file"},
-        {"role": "assistant", "content": "a"},
+        assistant("a"),
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": rows}) + "\n")

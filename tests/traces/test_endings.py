@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.endings import REASONS, WORDS, not_sampled
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.trace import new_trace
+from tests.traces.messages import assistant, data_set
 
 Json = dict[str, Any]
 CUT = [
@@ -39,7 +39,7 @@ CUT = [
     "malformed_function_call",
     "other",
 ]
-ANSWER: Json = {"role": "assistant", "content": "the beg"}
+ANSWER: Json = assistant("the beg")
 
 
 def spellings(word: str) -> list[str]:
@@ -120,21 +120,21 @@ def test_what_follows_an_answer_says_whether_it_was_whole(
         if kind == "c":
             function = {"name": "f", "arguments": "{}"}
             call = {"id": text, "type": "function", "function": function}
-            chat.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            chat.append(assistant(None, tool_calls=[call]))
         elif kind == "t":
             chat.append({"role": "tool", "tool_call_id": text, "content": "r"})
         else:
             chat.append({"role": {"u": "user", "a": "assistant"}[kind], "content": text or "q"})
     trace = new_trace(chat, session_id="s", source="test")
-    data_set = build_dataset([trace], DatasetOptions("sft", test_fraction=0, near_duplicates=1))
+    made = data_set([trace])
     found = [
         message["content"] or message["tool_calls"][0]["function"]["name"]
-        for message in data_set.train[0]["messages"]
+        for message in made.train[0]["messages"]
         if message["role"] == "assistant" and message.get("weight") != 0
     ]
     assert found == learned
     sampled = sum(message["role"] == "assistant" for message in chat)
-    assert data_set.answers.total() == sampled - len(found), json.dumps(dict(data_set.answers))
+    assert made.answers.total() == sampled - len(found), json.dumps(dict(made.answers))
 
 
 def test_a_weight_of_a_log_is_obeyed_or_refused(tmp_path: Path) -> None:

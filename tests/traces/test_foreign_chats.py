@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.collector import TraceCollector
 from mlx_parallm.systems.traces.trace import Trace, new_trace
+from tests.traces.messages import assistant, data_set, user
 from tests.traces.test_foreign_logs import Json, learned, text, why_not
 from tests.traces.test_importers import CALL, imported, lines
 
@@ -30,15 +30,15 @@ def conversations() -> dict[str, Json]:
         "type": "function",
         "function": {"name": "look", "arguments": json.dumps(arguments)},
     }
-    asked = {"role": "user", "content": "weather?"}
-    ends = {"role": "assistant", "content": "It is sunny."}
+    asked = user("weather?")
+    ends = assistant("It is sunny.")
     system = {"role": "system", "content": "Be kind."}
     return {
         "openai": {
             "messages": [
                 system,
                 asked,
-                {"role": "assistant", "content": None, "tool_calls": [call]},
+                assistant(None, tool_calls=[call]),
                 {"role": "tool", "tool_call_id": "c", "content": "Sunny."},
                 ends,
             ],
@@ -48,7 +48,7 @@ def conversations() -> dict[str, Json]:
             "messages": [
                 system,
                 asked,
-                {"role": "assistant", "content": None, "function_call": call["function"]},
+                assistant(None, function_call=call["function"]),
                 {"role": "function", "name": "look", "content": "Sunny."},
                 ends,
             ],
@@ -58,11 +58,7 @@ def conversations() -> dict[str, Json]:
             "messages": [
                 system,
                 asked,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"id": "c", **call["function"]}],
-                },
+                assistant(None, tool_calls=[{"id": "c", **call["function"]}]),
                 {"role": "tool", "tool_call_id": "c", "content": "Sunny."},
                 ends,
             ],
@@ -74,19 +70,9 @@ def conversations() -> dict[str, Json]:
             ],
             "messages": [
                 asked,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "tool_use", "id": "c", "name": "look", "input": arguments}
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "c", "content": text("Sunny.")}
-                    ],
-                },
-                {"role": "assistant", "content": text("It is sunny.")},
+                assistant([{"type": "tool_use", "id": "c", "name": "look", "input": arguments}]),
+                user([{"type": "tool_result", "tool_use_id": "c", "content": text("Sunny.")}]),
+                assistant(text("It is sunny.")),
             ],
             "tools": [{"name": "look", "input_schema": {"type": "object"}}],
         },
@@ -170,14 +156,8 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
         ),
         ({"content": [{"type": "not-known-yet", "x": 1}]}, "content of type 'not-known-yet'"),
         ({"content": "a", "audio": {"id": "x"}}, "a message has the field 'audio'"),
-        (
-            {"role": "assistant", "content": None, "refusal": "No."},
-            "a message has the field 'refusal'",
-        ),
-        (
-            {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
-            "'redacted_thinking'",
-        ),
+        (assistant(None, refusal="No."), "a message has the field 'refusal'"),
+        (assistant([{"type": "redacted_thinking", "data": "x"}]), "'redacted_thinking'"),
         (
             {"role": "tool", "tool_call_id": "gone", "content": "r"},
             "a tool's result without its call",
@@ -189,8 +169,8 @@ def test_what_a_row_cannot_hold_leaves_its_trace_out(
     tmp_path: Path, message: Json, reason: str
 ) -> None:
     """It is in the trace as it was, and `build` says why there is no row, for each kind of row."""
-    answer = {"role": "assistant", "content": "a"}
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "user", **message}, answer]}
+    answer = assistant("a")
+    row = {"messages": [user("q"), {"role": "user", **message}, answer]}
     [trace], report = imported(lines(tmp_path / "a.jsonl", row), "openai")
     assert (
         trace.messages[1] == {"role": "user", **message}
@@ -208,20 +188,14 @@ def test_notes_stay_in_the_trace_and_are_counted(tmp_path: Path) -> None:
     part = {"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}, "annotations": []}
     messages = [
         {"role": "developer", "content": "Be brief.", "timestamp": 1},
-        {"role": "user", "content": [part]},
-        {
-            "role": "assistant",
-            "content": None,
-            "refusal": None,
-            "tool_calls": [CALL | {"index": 0}],
-            "id": "x",
-        },
+        user([part]),
+        assistant(None, refusal=None, tool_calls=[CALL | {"index": 0}], id="x"),
         {"role": "tool", "tool_call_id": "c1", "content": text("a.py")},
-        {"role": "assistant", "content": "One.", "reasoning": "hm", "audio": None},
+        assistant("One.", reasoning="hm", audio=None),
     ]
     [trace], _ = imported(lines(tmp_path / "a.jsonl", {"messages": messages}), "openai")
     assert trace.messages == messages
-    made = build_dataset([trace], DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0))
+    made = data_set([trace])
     assert made.fields == {"timestamp": 1, "cache_control": 1, "id": 1, "index": 1}
     assert made.train[0]["messages"][4]["reasoning_content"] == "hm"
 
@@ -229,15 +203,10 @@ def test_notes_stay_in_the_trace_and_are_counted(tmp_path: Path) -> None:
 def test_an_empty_answer_is_not_learned(tmp_path: Path) -> None:
     """Empty text, no content, an empty list of blocks, spaces; one with a call is not empty."""
     for number, content in enumerate(("", None, [], " \n", text(""))):
-        row = {
-            "messages": [
-                {"role": "user", "content": "q"},
-                {"role": "assistant", "content": content},
-            ]
-        }
+        row = {"messages": [user("q"), assistant(content)]}
         traces, _ = imported(lines(tmp_path / f"{number}.jsonl", row), "openai")
         assert why_not(traces) == {"none of its answers is learned: an empty answer": 1}
-    row = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}
+    row = {"messages": [user(""), assistant("a")]}
     traces, _ = imported(lines(tmp_path / "prompt.jsonl", row), "openai")
     assert why_not(traces) == {"its prompt is empty": 1}
 
@@ -249,7 +218,7 @@ def test_each_trace_is_in_a_row_or_counted() -> None:
     """Of a pair the others too, equal answers, runs of sub-agents that lie inside a trace."""
 
     def scored(name: str, answer: str, score: float) -> Trace:
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+        messages = [user("q"), assistant(answer)]
         return new_trace(
             messages, session_id=name, source="test", rewards={"reward": {"score": score}}
         )
@@ -265,8 +234,7 @@ def test_each_trace_is_in_a_row_or_counted() -> None:
         "an answer to its prompt that is there already": 1,
         "neither the best nor the worst of its prompt": 1,
     }
-    with_inner = DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0, sidechains=True)
-    assert build_dataset(traces, with_inner).traces == 5
+    assert data_set(traces, sidechains=True).traces == 5
 
 
 def test_what_a_collector_reads_makes_rows(tmp_path: Path) -> None:
@@ -276,9 +244,7 @@ def test_what_a_collector_reads_makes_rows(tmp_path: Path) -> None:
         collector.start_trace("s", f"question {number}")
         view = collector.finish_trace(f"answer {number}")
         collector.label_trace(view.trace_id, good)
-    made = build_dataset(
-        collector.load_traces(), DatasetOptions("kto", test_fraction=0.0, near_duplicates=1.0)
-    )
+    made = data_set(collector.load_traces(), "kto")
     assert sorted(row["label"] for row in made.train) == [False, True]
 
 
@@ -287,10 +253,7 @@ def test_fields_of_a_split_message_and_of_its_result_are_both_kept(tmp_path: Pat
     field of its own."""
     part = {"type": "tool_result", "tool_use_id": "c1", "content": "r", "note": "of the part"}
     message = {"role": "user", "name": "bob", "step": "of the message", "content": [part]}
-    asked = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    ]
+    asked = [user("q"), assistant(None, tool_calls=[CALL])]
     [trace], _ = imported(lines(tmp_path / "a.jsonl", {"messages": [*asked, message]}), "openai")
     held = json.dumps(trace.to_json())
     assert all(words in held for words in ("bob", "of the message", "of the part"))

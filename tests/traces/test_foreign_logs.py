@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport
@@ -19,6 +18,7 @@ from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 from tests.soak.fuzz_logs import fuzz
 from tests.soak.good_logs import GOOD
+from tests.traces.messages import assistant, data_set, user
 from tests.traces.test_importers import (
     claude,
     codex,
@@ -27,6 +27,7 @@ from tests.traces.test_importers import (
     roles,
     said,
     sampled,
+    sides,
     span,
     spans,
 )
@@ -36,26 +37,16 @@ Json = dict[str, Any]
 
 def learned(traces: list[Trace]) -> list[list[tuple[str, str]]]:
     """Role and text of each SFT row; an answer that is not learned has the role "context"."""
-    made = build_dataset(
-        traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)
-    ).train
     return [
         [("context" if m.get("weight") == 0 else m["role"], m["content"]) for m in row["messages"]]
-        for row in made
+        for row in data_set(traces).train
     ]
 
 
 def why_not(traces: list[Trace], kind: Any = "sft") -> dict[str, int]:
     """Why traces make no row; one of another conversation does, so that a data set can be made."""
-    other = new_trace(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
-        session_id="other",
-        source="test",
-    )
-    made = build_dataset(
-        [*traces, other], DatasetOptions(kind, test_fraction=0.0, near_duplicates=1.0)
-    )
-    return dict(made.left_out)
+    other = new_trace([user("?"), assistant("!")], session_id="other", source="test")
+    return dict(data_set([*traces, other], kind).left_out)
 
 
 def text(words: str) -> list[Json]:
@@ -266,28 +257,15 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
         ("claude-code", log("I ca", message={"stop_reason": "refusal"})),
         ("claude-code", log("[Request interrupted by user]")),
         ("codex", [said("user", "q"), said("assistant", "[Request interrupted by user]")]),
+        ("openai", [{"messages": [user("q"), assistant(error)]}]),
         (
             "openai",
             [
                 {
-                    "messages": [
-                        {"role": "user", "content": "q"},
-                        {"role": "assistant", "content": error},
-                    ]
-                }
-            ],
-        ),
-        (
-            "openai",
-            [
-                {
-                    "request": {"messages": [{"role": "user", "content": "q"}]},
+                    "request": {"messages": [user("q")]},
                     "response": {
                         "choices": [
-                            {
-                                "message": {"role": "assistant", "content": "half"},
-                                "finish_reason": "content_filter",
-                            }
+                            {"message": assistant("half"), "finish_reason": "content_filter"}
                         ]
                     },
                 }
@@ -298,24 +276,19 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
             [
                 {
                     "messages_and_choices": [
-                        {"role": "user", "content": "q"},
-                        {
-                            "finish_reason": "content_filter",
-                            "message": {"role": "assistant", "content": "half"},
-                        },
+                        user("q"),
+                        {"finish_reason": "content_filter", "message": assistant("half")},
                     ]
                 }
             ],
         ),
     ]
-    asked = json.dumps([{"role": "user", "parts": [{"type": "text", "content": "q"}]}])
+    asked = [{"role": "user", "parts": [{"type": "text", "content": "q"}]}]
 
     def call(reason: str, **more: Any) -> Json:
         parts = [{"type": "text", "content": "half"}]
-        answer = json.dumps([{"role": "assistant", "parts": parts, "finish_reason": reason}])
-        return spans(
-            span(1, {"gen_ai.input.messages": asked, "gen_ai.output.messages": answer}) | more
-        )
+        answer = [{"role": "assistant", "parts": parts, "finish_reason": reason}]
+        return spans(span(1, sides(asked, answer)) | more)
 
     cases += [("otlp", [call("error")]), ("otlp", [call("stop", status={"code": 2})])]
     for number, (source, rows) in enumerate(cases):
@@ -324,20 +297,15 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
         assert roles(traces[0])[-1] == "assistant"
         if source in ("claude-code", "openai", "art"):
             assert report.remarks.total() == 1
-    row = {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-        "error": "timeout",
-    }
+    row = {"messages": [user("q"), assistant("a")], "error": "timeout"}
     traces, _ = imported(lines(tmp_path / "failed.jsonl", row), "openai")
     assert why_not(traces) == {"the call failed": 1}
     for metrics, words in (
         ({}, error),
         ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, "half"),
     ):
-        answer = {"role": "assistant", "content": words, "step": metrics}
-        trace = new_trace(
-            [{"role": "user", "content": "q"}, answer], session_id="atif", source="test"
-        )
+        answer = assistant(words, step=metrics)
+        trace = new_trace([user("q"), answer], session_id="atif", source="test")
         [(reason, count)] = why_not([trace]).items()  # another program's traces come in as they are
         assert reason.startswith("none of its answers is learned: an answer that ") and count == 1
     middle = [
@@ -379,13 +347,13 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
     assert sampled(traces[1]) == ["Going on."]
     assert report.messages.seen == report.messages.carried == 6
     traces, _ = imported(lines(tmp_path / "b.jsonl", *log(message="So far: one.")), "codex")
-    assert traces[1].messages[0] == {"role": "user", "content": "So far: one."}
+    assert traces[1].messages[0] == user("So far: one.")
     hidden = {"type": "compaction", "encrypted_content": "…"}
     for number, payload in enumerate(
         ({"message": ""}, {"message": "", "replacement_history": [*history, hidden]})
     ):
         traces, report = imported(lines(tmp_path / f"c{number}.jsonl", *log(**payload)), "codex")
-        assert {"role": "user", "content": ""} not in traces[1].messages
+        assert user("") not in traces[1].messages
         [reason] = why_not(traces)
         assert reason.startswith("its history is not whole") and report.remarks.total() == 1
 
@@ -446,15 +414,7 @@ def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
             {"role": "assistant", "parts": [{"type": "text", "content": word}]}
             for word in ("One.", "Two.")
         ]
-        return spans(
-            span(
-                1,
-                {
-                    "gen_ai.input.messages": json.dumps(asked),
-                    "gen_ai.output.messages": json.dumps(answers),
-                },
-            )
-        )
+        return spans(span(1, sides(asked, answers)))
 
     for role in ("user", "tool"):
         rows = log(result, {"type": "text", "content": "and?"}, role=role)
@@ -481,7 +441,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
     def body(value: Any) -> str:
         return json.dumps(value)
 
-    asked, answered = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    asked, answered = [user("q")], [assistant("a")]
     cases = [
         span(
             1,
@@ -505,10 +465,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
             [
                 event(
                     "gen_ai.client.inference.operation.details",
-                    **{
-                        "gen_ai.input.messages": body(asked),
-                        "gen_ai.output.messages": body(answered),
-                    },
+                    **sides(asked, answered),
                 )
             ],
         ),
@@ -534,11 +491,8 @@ def test_tasks_without_a_time(tmp_path: Path) -> None:
     """They belong to the only run; of several runs none can be said to be theirs, which is
     counted."""
     tasks = {"t": {"description": "find", "status": "completed"}, "u": {"description": "save"}}
-    question = {"role": "user", "content": "one"}
-    for name, history in (
-        ("single", [question]),
-        ("several", [question, {"role": "user", "content": "two"}, 5]),
-    ):
+    question = user("one")
+    for name, history in (("single", [question]), ("several", [question, user("two"), 5])):
         (tmp_path / name).mkdir()
         checkpoint = {"session_data": {"s": {"history": history}}, "task_state": tasks}
         (tmp_path / name / "c.json").write_text(json.dumps(checkpoint))
@@ -566,9 +520,7 @@ def test_pickles_that_never_end_are_skipped(
         bomb = [bomb] * 4
     (tmp_path / "isaa").mkdir()
     for name, value in (("circle", circle), ("bomb", bomb)):
-        content = pickle.dumps(
-            {"session_data": {"s": {"history": [{"role": "user", "content": "q"}]}}, "x": value}
-        )
+        content = pickle.dumps({"session_data": {"s": {"history": [user("q")]}}, "x": value})
         (tmp_path / "isaa" / f"{name}.pkl").write_bytes(content)
     monkeypatch.setattr("mlx_parallm.systems.traces.checkpoints.MOST_VALUES", 10_000)
     loader = CheckpointLoader(tmp_path)
@@ -596,7 +548,7 @@ def test_deep_and_endless_numbers_are_left_out(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(300):
         deep = [deep]
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    good = {"messages": [user("q"), assistant("a")]}
     file = lines(
         tmp_path / "a.jsonl",
         good,

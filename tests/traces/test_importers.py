@@ -13,6 +13,7 @@ from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import IMPORTERS, detect, read_traces
 from mlx_parallm.systems.traces.trace import Trace
 from tests.rollout_store.groups import make_group
+from tests.traces.messages import assistant, user
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "ls"}'}}
 
@@ -46,9 +47,9 @@ def sampled(trace: Trace) -> list[str]:
 
 def test_openai_chat(tmp_path: Path) -> None:
     messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "shown", "weight": 0},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        user("q"),
+        assistant("shown", weight=0),
+        assistant(None, tool_calls=[CALL]),
         {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
     ]
     tools = [{"type": "function", "function": {"name": "run"}}]
@@ -244,13 +245,7 @@ def test_codex(tmp_path: Path) -> None:
 
 
 def attribute(key: str, value: Any) -> dict[str, Any]:
-    kind = (
-        "intValue"
-        if isinstance(value, int)
-        else "doubleValue"
-        if isinstance(value, float)
-        else "stringValue"
-    )
+    kind = {int: "intValue", float: "doubleValue"}.get(type(value), "stringValue")
     return {"key": key, "value": {kind: str(value) if kind == "intValue" else value}}
 
 
@@ -262,6 +257,12 @@ def span(number: int, values: dict[str, Any], events: list[Any] | None = None) -
         "attributes": [attribute(key, value) for key, value in values.items()],
         "events": events or [],
     }
+
+
+def sides(asked: list[Any], answers: list[Any]) -> dict[str, Any]:
+    """The attributes of a span that hold its messages."""
+    both = {"input": asked, "output": answers}
+    return {f"gen_ai.{side}.messages": json.dumps(listed) for side, listed in both.items()}
 
 
 def spans(*listed: Any) -> dict[str, Any]:
@@ -296,20 +297,14 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
         "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be brief."}]),
     }
 
-    def messages(asked: list[Any], answer: Any) -> dict[str, Any]:
-        return {
-            "gen_ai.input.messages": json.dumps(asked),
-            "gen_ai.output.messages": json.dumps([answer]),
-        }
-
     score = [
         attribute("gen_ai.evaluation.name", "helpful"),
         attribute("gen_ai.evaluation.score.value", 0.5),
     ]
-    first = span(1, common | messages([ask], calls) | {"gen_ai.usage.input_tokens": 7})
+    first = span(1, common | sides([ask], [calls]) | {"gen_ai.usage.input_tokens": 7})
     second = span(
         3,
-        common | messages([ask, calls, result], last),
+        common | sides([ask, calls, result], [last]),
         [{"name": "gen_ai.evaluation.result", "attributes": score}],
     )
     tool = span(2, {"gen_ai.operation.name": "execute_tool"})
@@ -352,10 +347,7 @@ def test_otlp_openinference(tmp_path: Path) -> None:
     path = tmp_path / "phoenix.json"
     path.write_text(json.dumps(spans(span(1, values)), indent=1))
     [trace], _ = imported(path, "otlp")
-    assert trace.messages == [
-        {"role": "user", "content": "ls?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    ]
+    assert trace.messages == [user("ls?"), assistant(None, tool_calls=[CALL])]
     assert (trace.id, trace.tools[0]["function"]["name"]) == ("P", "run")
 
 
@@ -363,37 +355,23 @@ def test_verifiers(tmp_path: Path) -> None:
     """A graph with two leaves is two traces; tokens of a node are what it adds, its sampled part
     is masked."""
     nodes = [
-        {
-            "parent": None,
-            "message": {"role": "user", "content": "q"},
-            "token_ids": [1, 2],
-            "mask": [False, False],
-        },
+        {"parent": None, "message": user("q"), "token_ids": [1, 2], "mask": [False, False]},
         {
             "parent": 0,
-            "message": {"role": "assistant", "content": "a"},
+            "message": assistant("a"),
             "sampled": True,
             "token_ids": [3, 4, 5],
             "mask": [False, True, True],
             "logprobs": [-0.5, -0.25],
         },
-        {
-            "parent": 1,
-            "message": {"role": "user", "content": "r"},
-            "token_ids": [6],
-            "mask": [False],
-        },
+        {"parent": 1, "message": user("r"), "token_ids": [6], "mask": [False]},
         {
             "parent": 2,
-            "message": {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "x", "name": "f", "arguments": "{}"}],
-            },
+            "message": assistant(None, tool_calls=[{"id": "x", "name": "f", "arguments": "{}"}]),
             "sampled": True,
         },
-        {"parent": 1, "message": {"role": "user", "content": "s"}},
-        {"parent": 4, "message": {"role": "assistant", "content": "made up"}, "sampled": False},
+        {"parent": 1, "message": user("s")},
+        {"parent": 4, "message": assistant("made up"), "sampled": False},
     ]
     record = {
         "id": "E",
@@ -402,12 +380,7 @@ def test_verifiers(tmp_path: Path) -> None:
         "task": {"key": "k", "hash": "h"},
         "tools": [{"name": "f", "parameters": {}}],
     }
-    row = {
-        "prompt": [{"role": "user", "content": "q"}],
-        "completion": [{"role": "assistant", "content": "a"}],
-        "reward": 0.5,
-        "example_id": 3,
-    }
+    row = {"prompt": [user("q")], "completion": [assistant("a")], "reward": 0.5, "example_id": 3}
     (first, second, third), _ = imported(
         lines(tmp_path / "t.jsonl", {"id": "e", "traces": [record]}, row), "verifiers"
     )
@@ -429,18 +402,9 @@ def test_verifiers(tmp_path: Path) -> None:
 
 def test_art(tmp_path: Path) -> None:
     """A Choice was sampled; an assistant message that is none was not."""
-    choice = {
-        "finish_reason": "stop",
-        "index": 0,
-        "logprobs": None,
-        "message": {"role": "assistant", "content": "a"},
-    }
-    shown = {"role": "assistant", "content": "shown"}
-    one = {
-        "messages_and_choices": [{"role": "user", "content": "q"}, shown, choice],
-        "reward": 1.0,
-        "tools": None,
-    }
+    choice = {"finish_reason": "stop", "index": 0, "logprobs": None, "message": assistant("a")}
+    shown = assistant("shown")
+    one = {"messages_and_choices": [user("q"), shown, choice], "reward": 1.0, "tools": None}
     file = lines(
         tmp_path / "art.jsonl",
         {"trajectories": [one, one | {"reward": 0.0}]},

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm.systems.traces.session import COMPLETE, read_sessions
 from tests.integration.processes import Daemon, free_port
+from tests.traces.messages import user
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,7 @@ def test_a_kill_loses_no_acknowledged_turn(tmp_path: Path) -> None:
 
     def talk(name: str) -> None:
         url = f"http://127.0.0.1:{port}/sessions/{name}/v1"
-        messages: list[Any] = [{"role": "user", "content": "Sum: 2+3"}]
+        messages: list[Any] = [user("Sum: 2+3")]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             try:
                 while True:
@@ -32,7 +33,7 @@ def test_a_kill_loses_no_acknowledged_turn(tmp_path: Path) -> None:
                         model="default", messages=messages[-5:], max_tokens=4
                     )
                     answered[name].add(answer.id)
-                    messages += [answer.choices[0].message, {"role": "user", "content": "Sum: 1+1"}]
+                    messages += [answer.choices[0].message, user("Sum: 1+1")]
                     if sum(map(len, answered.values())) >= 60:
                         enough.set()
             except (openai.APIError, httpx.HTTPError):

@@ -10,6 +10,7 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.session import prompt_hash
 from mlx_parallm.systems.traces.trace import Trace, new_trace
+from tests.traces.messages import assistant, user
 
 RULES = """
 def right(trace):
@@ -32,7 +33,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "traces.jsonl"
     lines = []
     for number, (question, answer) in enumerate((("2+2", "4"), ("2+3", "4!"), ("unknown", "?"))):
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages = [user(question), assistant(answer)]
         lines.append(
             json.dumps(new_trace(messages, session_id=f"s{number}", source="test").to_json())
         )
@@ -55,7 +56,7 @@ def test_a_rule_labels_and_a_second_run_adds(
     assert main([*command, "--name", "exact"]) == 0
     assert [name for name, _, _ in labels(file)[0]] == ["rule", "exact"]
     first = next(iter(read_traces(file)))
-    assert first.labels[0].prompt_hash == prompt_hash([{"role": "user", "content": "2+2"}])
+    assert first.labels[0].prompt_hash == prompt_hash([user("2+2")])
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.builders import Dataset, DatasetOptions, build_dataset
+from mlx_parallm.systems.traces.builders import Dataset
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import IMPORTERS, read_traces
 from tests.traces.log_formats import FORMATS, NotInFormatError, Talk, Turn
+from tests.traces.messages import data_set
 
 U, A = (lambda text: Turn("user", text)), (lambda text, **more: Turn("answer", text, **more))
 HALF = "\ud800"
@@ -20,16 +21,15 @@ INDEPENDENT = ("rollouts", "collected", "verifiers rows", "art")
 """Formats whose sessions are samples of their own."""
 
 
-def data_set(folder: Path, name: str, talks: list[Talk]) -> Dataset | str:
+def built(folder: Path, name: str, talks: list[Talk]) -> Dataset | str:
     """What `build` makes of the logs; the reason where it makes no row."""
     source, write = FORMATS[name]
     report, traces = ImportReport(), []
     for path in write(folder, talks):
         traces += list(read_traces(path, report, source=source))
     assert report.lines.seen == report.lines.carried + sum(report.lines.left_out.values())
-    options = DatasetOptions("sft", test_fraction=0, near_duplicates=1)
     try:
-        return build_dataset(traces, options)
+        return data_set(traces)
     except TraceError as error:
         return str(error)
 
@@ -52,7 +52,7 @@ def repeated(folder: Path, name: str) -> None:
     """The same conversation stands in the file twice."""
     talk = Talk("S", [U("q"), A("one", name="m1")])
     again = Talk("S", talk.turns, mark="-again")
-    assert learned(data_set(folder, name, [talk, again])) == ["one"]
+    assert learned(built(folder, name, [talk, again])) == ["one"]
 
 
 def forked(folder: Path, name: str) -> None:
@@ -60,7 +60,7 @@ def forked(folder: Path, name: str) -> None:
     first = [U("q"), A("one", name="m1")]
     main = Talk("P", [*first, U("more"), A("two", name="m2")])
     fork = Talk("S", [*first, U("other"), A("three", name="m3")], parent="P", shared=2)
-    made = learned(data_set(folder, name, [main, fork]))
+    made = learned(built(folder, name, [main, fork]))
     twice = name in INDEPENDENT
     assert sorted(made) == sorted(["one", *(["one"] if twice else []), "three", "two"])
 
@@ -68,7 +68,7 @@ def forked(folder: Path, name: str) -> None:
 def resumed(folder: Path, name: str) -> None:
     """As a fork; the longer session is read first."""
     first = [U("q"), A("one", name="m1")]
-    made = data_set(
+    made = built(
         folder,
         name,
         [
@@ -82,7 +82,7 @@ def resumed(folder: Path, name: str) -> None:
 
 def subagent(folder: Path, name: str) -> None:
     side = Talk("H", [U("look"), A("small")], parent="P", is_side=True)
-    made = data_set(folder, name, [Talk("P", [U("q"), A("done")]), side])
+    made = built(folder, name, [Talk("P", [U("q"), A("done")]), side])
     assert learned(made) == ["done"] and isinstance(made, Dataset)
     assert made.left_out["the run of a sub-agent"] == 1
 
@@ -92,19 +92,19 @@ def cut(folder: Path, name: str) -> None:
     reasons = ("length", "max_tokens", "timeout", "error", "content_filter", "pause_turn", "abort")
     for number, reason in enumerate(reasons):
         (inner := folder / str(number)).mkdir()
-        made = data_set(inner, name, [Talk("S", [U("q"), A("the beg", end=reason)])])
+        made = built(inner, name, [Talk("S", [U("q"), A("the beg", end=reason)])])
         assert learned(made) == [], reason
 
 
 def interrupted(folder: Path, name: str) -> None:
     talk = Talk("S", [U("q"), A("the beg", cut=True), U("again"), A("whole")])
-    assert learned(data_set(folder, name, [talk])) == ["whole"]
+    assert learned(built(folder, name, [talk])) == ["whole"]
 
 
 def own_call(folder: Path, name: str) -> None:
     """A call that the API made is in the history, before what it found, and not an answer."""
     talk = Talk("S", [U("q"), Turn("own", "found it"), A("the answer")])
-    made = data_set(folder, name, [talk])
+    made = built(folder, name, [talk])
     assert learned(made)[-1:] == ["the answer"] and "found it" in texts(made)
     if name not in ("sharegpt", "atif"):  # they do not say who made a call
         assert learned(made) == ["the answer"]
@@ -113,11 +113,11 @@ def own_call(folder: Path, name: str) -> None:
 def own_call_unseen(folder: Path, name: str) -> None:
     """Nothing is learned that rests on a result which the log does not hold."""
     talk = Talk("S", [U("q"), A("hello"), U("who?"), Turn("own", None), A("the answer")])
-    assert "the answer" not in learned(data_set(folder, name, [talk]))
+    assert "the answer" not in learned(built(folder, name, [talk]))
 
 
 def system(folder: Path, name: str) -> None:
-    made = data_set(folder, name, [Talk("S", [Turn("system", "be brief"), U("q"), A("a")])])
+    made = built(folder, name, [Talk("S", [Turn("system", "be brief"), U("q"), A("a")])])
     assert isinstance(made, Dataset)
     first = made.train[0]["messages"][0]
     assert (first["role"], first["content"]) == ("system", "be brief")
@@ -126,7 +126,7 @@ def system(folder: Path, name: str) -> None:
 
 def half_a_character(folder: Path, name: str) -> None:
     """It is replaced and counted: `train` refuses a file that holds one."""
-    made = data_set(folder, name, [Talk("S", [U(f"a{HALF}b"), A(f"c{HALF}")])])
+    made = built(folder, name, [Talk("S", [U(f"a{HALF}b"), A(f"c{HALF}")])])
     texts(made).encode()
     assert learned(made) == ["c\N{REPLACEMENT CHARACTER}"] and isinstance(made, Dataset)
     assert made.fields["half a surrogate pair, replaced by U+FFFD"] == 2

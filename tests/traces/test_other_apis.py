@@ -6,6 +6,7 @@ import pytest
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.importers.other_apis import MessageReader, ResponseReader
+from tests.traces.messages import assistant, user
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
 TEXT = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]}
@@ -14,12 +15,12 @@ MADE = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments"
 
 def test_a_response_is_a_chat() -> None:
     result = {"type": "function_call_output", "call_id": "c1", "output": "2"}
-    items = [{"role": "user", "content": "q"}, TEXT, CALL, result]
+    items = [user("q"), TEXT, CALL, result]
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
     chat = ResponseReader().chat({"input": items, "tools": tools, "model": "m"})
     assert chat["messages"] == [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "I", "tool_calls": MADE},
+        user("q"),
+        assistant("I", tool_calls=MADE),
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
     ]
     assert chat["tools"][0]["function"]["name"] == "add"
@@ -52,7 +53,7 @@ def test_a_stream_of_messages_is_a_chat() -> None:
     assert answer is not None and answer["usage"] == {"a": 1, "b": 2}
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"] == {"role": "assistant", "content": "I", "tool_calls": MADE}
+    assert choice["message"] == assistant("I", tool_calls=MADE)
 
 
 @pytest.mark.parametrize(

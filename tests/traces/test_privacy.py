@@ -12,6 +12,7 @@ import pytest
 from mlx_parallm.systems.traces.privacy import TraceRedactor, leftovers, redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import write_traces
 from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
+from tests.traces.messages import assistant, user
 
 LETTERS = string.ascii_letters + string.digits
 
@@ -87,13 +88,8 @@ def trace_with(secrets: dict[str, list[str]]) -> Trace:
             {"id": "2", "type": "function", "function": {"name": "run", "arguments": raw}},
         ]
         messages += [
-            {"role": "user", "content": f"{around(kind, in_text)}\nagain: {around(kind, in_text)}"},
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": around(kind, in_text),
-                "tool_calls": calls,
-            },
+            user(f"{around(kind, in_text)}\nagain: {around(kind, in_text)}"),
+            assistant("", reasoning_content=around(kind, in_text), tool_calls=calls),
             {
                 "role": "tool",
                 "tool_call_id": "1",
@@ -146,15 +142,10 @@ def test_a_trace_with_hits_keeps_no_tokens() -> None:
         "logprobs": [-0.5],
         "prompt_tokens": 2,
     }
-    messages = [
-        {"role": "user", "content": planted()["aws"][0]},
-        {"role": "assistant", "content": "ok", "step": {"metrics": metrics}},
-    ]
+    messages = [user(planted()["aws"][0]), assistant("ok", step={"metrics": metrics})]
     trace, _ = redact_trace(new_trace(messages, session_id="s", source="test"), secret_finder())
     assert trace.to_json()["steps"][1]["metrics"] == {"prompt_tokens": 2}
-    clean = new_trace(
-        [{"role": "user", "content": "hi"}, messages[1]], session_id="s", source="test"
-    )
+    clean = new_trace([user("hi"), messages[1]], session_id="s", source="test")
     assert redact_trace(clean, secret_finder()) == (clean, [])
 
 

@@ -21,10 +21,11 @@ from mlx_parallm.systems.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.traces.log_formats import traces_of
+from tests.traces.messages import assistant, user
 from tests.waiting import until
 
 KEY = "sk-upstream-4f9a8c7b6d5e"
-QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
+QUESTION: Any = user("Sum: 2+3")
 
 
 @pytest.fixture
@@ -63,11 +64,7 @@ def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
         }
         answer = client.chat.completions.create(messages=[QUESTION], **exact)
         choice: Any = answer.choices[0]
-        messages = [
-            QUESTION,
-            choice.message.model_dump(exclude_none=True),
-            {"role": "user", "content": "Sum: 1+1"},
-        ]
+        messages = [QUESTION, choice.message.model_dump(exclude_none=True), user("Sum: 1+1")]
         text, ids = "", list[int]()
         for chunk in client.chat.completions.create(messages=messages, stream=True, **exact):
             text += chunk.choices[0].delta.content or ""
@@ -106,8 +103,8 @@ def test_calls_of_the_other_apis_are_recorded_as_the_chats_that_they_are(
     ask([QUESTION])
     [first] = session(tmp_path, path).turns.values()
     assert first.response is not None and first.response["content"]
-    again = [QUESTION, {"role": "assistant", "content": first.response["content"]}]
-    ask([*again, {"role": "user", "content": "Sum: 1+1"}])
+    again = [QUESTION, assistant(first.response["content"])]
+    ask([*again, user("Sum: 1+1")])
     _, second = session(tmp_path, path).turns.values()
     assert second.parent == "t1"
     [trace] = traces_of(session(tmp_path, path))
@@ -127,10 +124,7 @@ def test_refusals_of_the_upstream_pass_and_are_no_turns(proxy: str, tmp_path: Pa
     assert not (tmp_path / "traces" / "sessions" / "no.jsonl").exists()
 
 
-GOOD_ANSWER: Any = {
-    "id": "a",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}],
-}
+GOOD_ANSWER: Any = {"id": "a", "choices": [{"index": 0, "message": assistant("x")}]}
 REQUESTS: Any = [
     {"temperature": "hot"},
     {"tools": 5},
@@ -140,7 +134,7 @@ REQUESTS: Any = [
     {"temperature": "0.7"},
     {"n": -1},
     {"model": {"a": 1}},
-    {"messages": [{"role": "user", "content": {"a": [1]}}]},
+    {"messages": [user({"a": [1]})]},
     {"messages": "x"},
     {"messages": [1]},
     {"temperature": 10**400},

@@ -12,6 +12,7 @@ from mlx_parallm.systems.traces.reading import write_lines
 from mlx_parallm.systems.traces.trace import new_trace
 from tests.scripted_http import scripted_http
 from tests.scripted_hub import Hub
+from tests.traces.messages import assistant, user
 
 DATASET = "https://huggingface.co/datasets/me/runs"
 KEY = "ghp_" + "a1B2c3D4e5F6" * 3
@@ -20,10 +21,7 @@ KEY = "ghp_" + "a1B2c3D4e5F6" * 3
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
     file = tmp_path / "traces.jsonl"
-    messages = [
-        {"role": "user", "content": f"The key is {KEY}"},
-        {"role": "assistant", "content": "I see"},
-    ]
+    messages = [user(f"The key is {KEY}"), assistant("I see")]
     write_lines([new_trace(messages, session_id="1", source="test")], file)
     return file
 

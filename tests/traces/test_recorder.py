@@ -21,9 +21,10 @@ from mlx_parallm.systems.traces.trace import Trace
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.traces.log_formats import traces_of
+from tests.traces.messages import assistant, user
 from tests.waiting import until
 
-QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
+QUESTION: Any = user("Sum: 2+3")
 RETURNED: Any = {"return_token_ids": True}
 EXACT: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SECRET = "AKIA2E0A8F3B244C9986"
@@ -71,7 +72,7 @@ def ask(
         answer_id, text = chunk.id, text + (part.delta.content or "")
         ids += getattr(part, "token_ids", None) or []
         logprobs += [entry.logprob for entry in part.logprobs.content] if part.logprobs else []
-    return {"role": "assistant", "content": text}, answer_id, ids, logprobs
+    return assistant(text), answer_id, ids, logprobs
 
 
 def recorded(recorder: SessionRecorder, name: str) -> Session:
@@ -92,7 +93,7 @@ def test_turns_join_and_are_bit_equal(
         for question in ("Sum: 4+4", "Sort: cab", None):
             message, *answer = ask(client, messages, stream=stream)
             seen.append(answer)
-            messages += [message, {"role": "user", "content": question}]
+            messages += [message, user(question)]
     session = recorded(recorder, "one")
     turns = list(session.turns.values())
     assert [turn.parent for turn in turns] == [None, "t1", "t2"]
@@ -115,10 +116,7 @@ def test_one_conversation_through_three_apis_is_one_session(
 ) -> None:
     """A chat, then a response, then a message: each continues with the turn before, with its own
     tokens."""
-    questions = [
-        QUESTION,
-        *({"role": "user", "content": content} for content in ("Sum: 4+4", "Sort: cab")),
-    ]
+    questions = [QUESTION, *(user(content) for content in ("Sum: 4+4", "Sort: cab"))]
     with agent(server, "three") as client, server.http() as http:
         said, *first = ask(client, questions[:1])
         answer: Any = client.responses.create(
@@ -127,7 +125,7 @@ def test_one_conversation_through_three_apis_is_one_session(
             max_output_tokens=6,
             extra_body=RETURNED,
         )
-        own = {"role": "assistant", "content": answer.output_text}
+        own = assistant(answer.output_text)
         body = {
             "max_tokens": 6,
             "messages": [questions[0], said, questions[1], own, questions[2]],
@@ -150,11 +148,11 @@ def test_branches_retries_and_made_up_answers(
     made-up answers never."""
     with agent(server, "tree") as client:
         first, *_ = ask(client, [QUESTION])
-        left, *_ = ask(client, [QUESTION, first, {"role": "user", "content": "Sum: 1+1"}])
-        right, *_ = ask(client, [QUESTION, first, {"role": "user", "content": "Sum: 9+9"}])
+        left, *_ = ask(client, [QUESTION, first, user("Sum: 1+1")])
+        right, *_ = ask(client, [QUESTION, first, user("Sum: 9+9")])
         retry, *_ = ask(client, [QUESTION])
-        edited = {"role": "assistant", "content": "made up"}
-        after, *_ = ask(client, [QUESTION, edited, {"role": "user", "content": "why?"}])
+        edited = assistant("made up")
+        after, *_ = ask(client, [QUESTION, edited, user("why?")])
     session = recorded(recorder, "tree")
     assert [turn.parent for turn in session.turns.values()] == [None, "t1", "t1", None, None]
     traces = [texts(trace) for trace in traces_of(session)]
@@ -188,7 +186,7 @@ def test_a_hang_up_is_marked_and_nothing_goes_on_from_it(
 ) -> None:
     with agent(server, "cut") as client:
         first, *_ = ask(client, [QUESTION])
-        messages = [QUESTION, first, {"role": "user", "content": "more"}]
+        messages = [QUESTION, first, user("more")]
         options: Any = {
             "model": "default",
             "messages": messages,
@@ -238,9 +236,9 @@ def test_secrets_are_gone_before_the_disk(server: RunningServer, recorder: Sessi
     """The client's conversation continues as it was; on the disk stand placeholders, and no
     tokens."""
     with agent(server, "secret") as client:
-        opening = {"role": "user", "content": f"key {SECRET}"}
+        opening = user(f"key {SECRET}")
         message, *_ = ask(client, [opening])
-        ask(client, [opening, message, {"role": "user", "content": f"again {SECRET}"}])
+        ask(client, [opening, message, user(f"again {SECRET}")])
         server_feedback = {"score": 1, "comment": f"it showed {SECRET}"}
         httpx.post(
             f"{server.url}/sessions/secret/feedback", json=server_feedback
@@ -265,7 +263,7 @@ def test_a_restart_goes_on_with_the_session(
     tiny_engine: TinyEngine, tiny_tokenizer: Any, recorder: SessionRecorder
 ) -> None:
     """Also with a secret in it, and after a kill in the middle of a line."""
-    messages: list[Any] = [{"role": "user", "content": f"Sum: 2+3 {SECRET}"}]
+    messages: list[Any] = [user(f"Sum: 2+3 {SECRET}")]
     for number in range(2):
         fresh = SessionRecorder(recorder.directory, secret_finder())
         routers = [session_router(fresh)]
@@ -274,7 +272,7 @@ def test_a_restart_goes_on_with_the_session(
             agent(server, "long") as client,
         ):
             message, *_ = ask(client, messages)
-        messages += [message, {"role": "user", "content": f"Sum: {number}+1 {SECRET[:-1]}X"}]
+        messages += [message, user(f"Sum: {number}+1 {SECRET[:-1]}X")]
         with (recorder.directory / "sessions" / "long.jsonl").open("ab") as file:
             file.write(b'{"type": "turn", "id": "t')
     session = recorded(recorder, "long")
@@ -293,7 +291,7 @@ TOKENS = {"shared": 0, "prompt": [5], "completion": [6, 2], "logprobs": [-0.5, -
 TURN = {"type": "turn", "id": "t1", "parent": None, "at": 1.5, "status": "complete"} | {
     "model": None,
     "messages": [QUESTION],
-    "response": {"role": "assistant", "content": "5"},
+    "response": assistant("5"),
     "finish_reason": "stop",
     "response_id": "r",
     "key": "k",
@@ -343,7 +341,7 @@ def test_feedback(server: RunningServer, recorder: SessionRecorder) -> None:
 
     with agent(server, "f") as client:
         first, answer_id, *_ = ask(client, [QUESTION])
-        ask(client, [QUESTION, first, {"role": "user", "content": "Sum: 1+1"}])
+        ask(client, [QUESTION, first, user("Sum: 1+1")])
     assert send("f", score=0.5, by="anna").json()["label"]["value"] == 0.5
     assert (
         send("f", label="good", response_id=answer_id).json()["label"]["response_id"] == answer_id

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import detect, read_traces
 from mlx_parallm.systems.traces.schema import dump_line, text_of
 from mlx_parallm.systems.traces.trace import Trace
+from tests.traces.messages import assistant, data_set, user
 from tests.traces.test_log_table import learned as of_rows
 
 
@@ -42,7 +42,7 @@ def read(tmp_path: Path, *rows: Any) -> tuple[list[Trace], ImportReport]:
 def learned(trace: Trace) -> list[str]:
     """What is learned of a trace: an answer's text, or the name of its call."""
     try:
-        made = build_dataset([trace], DatasetOptions("sft", test_fraction=0, near_duplicates=1))
+        made = data_set([trace])
     except TraceError:
         return []
     return of_rows(made)
@@ -54,7 +54,7 @@ def said(trace: Trace) -> list[str]:
 
 def test_a_call_its_result_and_its_answer_are_learned_once_each(tmp_path: Path) -> None:
     first = {"input": "1 + 1?", "instructions": "be brief", "tools": TOOLS}
-    more = {"input": [{"role": "user", "content": "1 + 1?"}, THOUGHT, CALL, RESULT]}
+    more = {"input": [user("1 + 1?"), THOUGHT, CALL, RESULT]}
     (one, two), _ = read(
         tmp_path,
         {"request": first, "response": {"id": "r1", "output": [THOUGHT, CALL]}},
@@ -87,8 +87,8 @@ def test_spans_of_the_agents_sdk(tmp_path: Path) -> None:
     def span(**data: Any) -> dict[str, Any]:
         return {"object": "trace.span", "id": "s", "trace_id": "t", "span_data": data}
 
-    asked = [{"role": "user", "content": "a"}]
-    said = [{"role": "assistant", "content": "b"}]
+    asked = [user("a")]
+    said = [assistant("b")]
     traces, report = read(
         tmp_path,
         span(type="agent", name="x"),

@@ -14,6 +14,7 @@ from mlx_parallm.systems.traces.rewards import (
     trajectory_of,
 )
 from mlx_parallm.systems.traces.trace import ToolCallTrace, Trace, new_trace, trace_of_events
+from tests.traces.messages import assistant, user
 
 
 def run_of(calls: list[bool], answer: str, **execution: Any) -> Trace:
@@ -91,7 +92,7 @@ def test_a_reward_function_labels(tmp_path: Path) -> None:
     )
     traces = []
     for number, columns in enumerate(({"answer": "4"}, {"answer": "5"}, {"answer": None})):
-        messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+        messages = [user("2+2"), assistant("4")]
         traces.append(new_trace(messages, session_id=str(number), source="test", columns=columns))
     assert add_reward_labels(traces, [f"python:{tmp_path / 'score.py'}:right"]) == (2, 1)
     assert [[label.value for label in trace.labels] for trace in traces] == [[1.0], [0.0], []]

@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.schema import Label, dump_line
 from mlx_parallm.systems.traces.trace import new_trace, parse_trace
+from tests.traces.messages import assistant, user
 
 TOOLS = [
     {
@@ -25,12 +26,11 @@ CONVERSATION: list[dict[str, Any]] = [
         "name": "bob",
         "content": [{"type": "image_url", "image_url": {"url": "x"}}, "Köln?"],
     },
-    {
-        "role": "assistant",
-        "content": None,
-        "reasoning_content": "hm",
-        "refusal": None,
-        "tool_calls": [
+    assistant(
+        None,
+        reasoning_content="hm",
+        refusal=None,
+        tool_calls=[
             {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q":1}'}},
             {
                 "id": "b",
@@ -45,7 +45,7 @@ CONVERSATION: list[dict[str, Any]] = [
                 "function": {"name": "save", "arguments": {"q": 1}},
             },
         ],
-    },
+    ),
     {"role": "tool", "tool_call_id": "b", "content": "second first"},
     {
         "role": "tool",
@@ -60,9 +60,9 @@ CONVERSATION: list[dict[str, Any]] = [
             {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         ],
     },
-    {"role": "user", "content": "and?"},
+    user("and?"),
     {"role": "tool", "tool_call_id": "a", "content": "late"},
-    {"role": "assistant", "content": "done"},
+    assistant("done"),
 ]
 
 
@@ -95,7 +95,7 @@ def test_the_steps_are_atifs() -> None:
 
 
 def test_the_template_renders_the_same_tokens(tiny_tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "Sum: 2+3"}, {"role": "assistant", "content": "5"}]
+    messages = [user("Sum: 2+3"), assistant("5")]
     trace = new_trace(messages, session_id="s", source="test")
     assert tiny_tokenizer.render_chat(trace.messages) == tiny_tokenizer.render_chat(messages)
 
@@ -132,10 +132,7 @@ def test_what_others_wrote_is_kept() -> None:
     }
     trace = parse_trace(data)
     assert trace.to_json() == data
-    assert trace.messages == [
-        {"role": "user", "content": [{"type": "text", "text": "q"}]},
-        {"role": "assistant", "content": "a"},
-    ]
+    assert trace.messages == [user([{"type": "text", "text": "q"}]), assistant("a")]
 
 
 @pytest.mark.parametrize(

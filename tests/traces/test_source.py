@@ -18,8 +18,9 @@ from mlx_parallm.systems.traces.source import SessionRewards, session_rewards
 from tests.conftest import TinyEngine
 from tests.rollout_store.groups import VOCAB_SIZE
 from tests.server.serving import RunningServer, running_server
+from tests.traces.messages import assistant, user
 
-QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
+QUESTION: Any = user("Sum: 2+3")
 
 
 def configuration(directory: Path, **keys: Any) -> Config:
@@ -69,11 +70,7 @@ def play(server: RunningServer, name: str, *questions: str, **options: Any) -> l
             )
             ids.append(answer.id)
             content = answer.choices[0].message.content
-            messages = [
-                *messages,
-                {"role": "assistant", "content": content},
-                {"role": "user", "content": question},
-            ]
+            messages = [*messages, assistant(content), user(question)]
         return ids
 
 
@@ -122,7 +119,7 @@ def test_a_group_by_name_and_by_answer(server: RunningServer, store: RolloutStor
 
 def test_what_cannot_be_trained_on(server: RunningServer, store: RolloutStore) -> None:
     with OpenAI(base_url=f"{server.url}/sessions/s/v1", api_key="none", timeout=60) as client:
-        secret: Any = {"role": "user", "content": "key AKIA2E0A8F3B244C9986"}
+        secret: Any = user("key AKIA2E0A8F3B244C9986")
         client.chat.completions.create(model="default", messages=[secret], max_tokens=4)
     answer = score(server, "s", 1.0)
     assert answer["state"] == "refused" and "holds redacted secrets" in answer["reason"]
