@@ -35,20 +35,9 @@ from mlx_parallm.systems.traces.trace import Trace, new_trace, trace_id
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
 WITHIN_A_RUN = ("assistant", "tool", "system", "developer")
-_PLAIN: Mapping[tuple[str, str], Any] = {
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "bytearray"): bytearray,
-    ("builtins", "complex"): complex,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): defaultdict,
-    ("collections", "deque"): deque,
-    ("collections", "Counter"): Counter,
-    ("datetime", "datetime"): datetime,
-    ("datetime", "date"): date,
-    ("datetime", "timedelta"): timedelta,
-    ("datetime", "timezone"): timezone,
-}
+_KINDS: list[Any] = [set, frozenset, bytearray, complex, datetime, date, timedelta, timezone]
+_KINDS += [OrderedDict, defaultdict, deque, Counter]
+_PLAIN = {(kind.__module__, kind.__name__): kind for kind in _KINDS}
 """What a pickle may build. None of them runs code of the file's choice."""
 
 
@@ -270,8 +259,7 @@ def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
 
 
 def _seconds(value: Any) -> float | None:
-    text = _time(value)
-    return None if text is None else unix_time(text)
+    return unix_time(_time(value))
 
 
 Run = tuple[str, int]

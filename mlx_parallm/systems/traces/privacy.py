@@ -149,15 +149,6 @@ def secret_finder(secrets: Iterable[str | None] = (), *, personal: bool = False)
     return Redactor([*secrets, *environment_secrets()], forms)
 
 
-TOKEN_FIELDS = (
-    "prompt_token_ids",
-    "completion_token_ids",
-    "logprobs",
-    "processed_logprobs",
-    "forced",
-)
-
-
 def redact_trace(trace: Trace, finder: Redactor | None) -> tuple[Trace, list[RedactionHit]]:
     """Return the trace without secrets, and every hit. Tokens would show what was hidden: a trace
     with hits keeps none.
@@ -170,7 +161,7 @@ def redact_trace(trace: Trace, finder: Redactor | None) -> tuple[Trace, list[Red
         return trace, []
     for step in cleaned["steps"]:
         metrics = step.get("metrics") or {}
-        for name in TOKEN_FIELDS:
+        for name in WORDS["token_fields"]:
             metrics.pop(name, None)
             (metrics.get("extra") or {}).pop(name, None)
     result = parse_trace(cleaned)

@@ -125,10 +125,8 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
 def _take_calls(fields: Json) -> None:
     """Give the older `function_call`, and calls that have the function's own fields, the form of
     `tool_calls`."""
-    call: Any = fields.get("function_call")
-    if _is_call(call) and not fields.get("tool_calls"):
-        fields["tool_calls"] = [_without_no_id(_call(call))]
-        del fields["function_call"]
+    if _is_flat(fields.get("function_call")) and not fields.get("tool_calls"):
+        fields["tool_calls"] = [fields.pop("function_call")]
     if isinstance(listed := fields.get("tool_calls"), list) and any(map(_is_flat, listed)):
         fields["tool_calls"] = [
             _without_no_id(_call(each)) if _is_flat(each) else each for each in listed
