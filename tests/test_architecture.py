@@ -118,9 +118,7 @@ USES_MLX = ("cli.doctor_report", "cli.contracts", "cli.probes")
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
-LONG_FUNCTIONS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": reason
-    "tests/traces/test_foreign_logs.py:test_what_a_program_wrote_is_not_learned": "one long log",
-}
+LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
     "mlx_parallm/systems/traces/following.py:_stretch": "it is raised again",
     "mlx_parallm/systems/traces/following.py:_async_stream": (

@@ -5,9 +5,7 @@ Both are on the disk before the client sees the end of the answer.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from mlx_parallm.errors import StoreError
 from mlx_parallm.rollout_store.completions import Choice, rollout_of
@@ -16,8 +14,8 @@ from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.systems.feedback.consent import Consent
 from mlx_parallm.systems.feedback.follow_ups import ConversationReader, FollowUpReading
 from mlx_parallm.systems.feedback.store import NOBODY_JUDGES, FeedbackStore, NewAnswer
-from mlx_parallm.systems.traces.received_answers import ChunkReader, take_answer
-from mlx_parallm.systems.traces.recorder import RecordedCall
+from mlx_parallm.systems.traces.received_answers import ObservedCall
+from mlx_parallm.systems.traces.session import ABORTED
 from mlx_parallm.types import Request, Rollout, RolloutGroup
 
 ENVIRONMENT = "feedback"
@@ -34,8 +32,8 @@ def answer_id(response_id: str, choice: int) -> str:
     return response_id if choice == 0 else f"{response_id}#{choice}"
 
 
-class ChatObserver:
-    """Follows one answer: an `AnswerObserver`.
+class ChatObserver(ObservedCall):
+    """Follows one answer.
 
     Args:
         is_policy: whether a request is answered by the policy that is being trained.
@@ -53,20 +51,18 @@ class ChatObserver:
         heard: Callable[[], None],
         lost: Callable[[StoreError], None],
     ) -> None:
+        super().__init__()
         self._store, self._reader, self._consent = store, reader, consent
         self._is_policy, self._heard, self._lost = is_policy, heard, lost
-        self._call, self._choices = RecordedCall("", [], [], None), 1
         self._began = self._continues = self._as_tokens = False
         self._rollouts: dict[int, Rollout | str] = {}
-        self._written = False
 
     def begun(self, body: ChatBody) -> None:
-        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        super().begun(body)
         # fields that a template may show beside the messages
-        self._call.tools = [*body.callable_tools, *(body.chat_template_kwargs or {}).values()]
+        self.call.tools = [*body.callable_tools, *(body.chat_template_kwargs or {}).values()]
         self._as_tokens = bool(body.prompt_tokens)
         self._began, self._continues = True, body.continues_final_message
-        self._choices = body.n
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [all_parts] = requests, choices
@@ -79,37 +75,11 @@ class ChatObserver:
             else:
                 self._rollouts[index] = rollout_of(request, parts)
 
-    async def whole(self, answer: Mapping[str, Any]) -> None:
-        take_answer(self._call, answer)
-        await self._write()
-
-    async def events(
-        self, events: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        reader, unfinished = ChunkReader(self._call, self._choices), self._choices
-        try:
-            async with aclosing(events):
-                async for chunk in events:
-                    reader.take(chunk)
-                    unfinished -= sum(
-                        choice["finish_reason"] is not None for choice in chunk["choices"]
-                    )
-                    if not unfinished:
-                        await self._write()
-                    yield chunk
-        finally:
-            await self.aborted()
-
-    async def aborted(self) -> None:
-        """Keep what the request said about earlier answers; it got no whole answer itself."""
-        if not self._written:
-            self._call.choices.clear()
-            await self._write()
-
-    async def _write(self) -> None:
-        if self._written or not self._began:
+    async def ended(self) -> None:
+        if not self._began:
             return
-        self._written = True
+        if self.call.status == ABORTED:  # what the request said about earlier answers is kept
+            self.call.choices.clear()
         # the disk may be slow: no other request waits for it
         try:
             says = await asyncio.to_thread(self._record)
@@ -122,16 +92,16 @@ class ChatObserver:
     def _record(self) -> bool:
         """Read the request and write all that it says; return whether it says something about
         earlier answers."""
-        reading = self._reader.read(self._consent.user, self._call.messages, self._call.tools)
-        answers = [self._answer(reading, index) for index in sorted(self._call.choices)]
+        reading = self._reader.read(self._consent.user, self.call.messages, self.call.tools)
+        answers = [self._answer(reading, index) for index in sorted(self.call.choices)]
         self._store.record(answers, reading.signals)
         for _ in range(reading.unjudged):
             self._store.count("signal", "message", NOBODY_JUDGES)
         return bool(reading.signals)
 
     def _answer(self, reading: FollowUpReading, index: int) -> NewAnswer:
-        identity = answer_id(str(self._call.response_id), index)
-        choice = self._call.choices[index]
+        identity = answer_id(str(self.call.response_id), index)
+        choice = self.call.choices[index]
         after, words, had_secret = self._reader.after(reading, choice.message)
         rollout = self._rollouts.get(index, BROKEN_OFF)
         reason: str | None = None

@@ -36,14 +36,13 @@ from mlx_parallm.system.foreign_http import Bounds, async_client
 from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.validation import faults
-from mlx_parallm.systems.traces.importers.other_apis import OTHER_APIS, CallReader
-from mlx_parallm.systems.traces.received_answers import MOST_CHOICES, ChunkReader, take_answer
+from mlx_parallm.systems.traces.importers.other_apis import READERS
+from mlx_parallm.systems.traces.received_answers import MOST_CHOICES, CallReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.systems.traces.routes import SessionName, add_feedback
 from mlx_parallm.systems.traces.schema import SHAPES, Json
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 
-CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
 LONGEST_EVENT = 8 << 20  # bytes
 BOUNDS = Bounds(event=LONGEST_EVENT)
@@ -124,9 +123,9 @@ class _Relay:
 
     async def answer(self, name: str, path: str, request: HTTPRequest) -> Response:
         body = await request.body()
-        recording = _Recording(self._recorder, OTHER_APIS[path]() if path in OTHER_APIS else None)
-        if path in (CHAT, *OTHER_APIS) and request.method == "POST":
-            recording.begin(name, body)
+        recording = _Recording(self._recorder)
+        if path in READERS and request.method == "POST":
+            recording.begin(name, READERS[path](), body)
         # as it was sent: "%2F" is not a slash
         rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")
         query = request.scope["query_string"].decode("ascii")
@@ -188,67 +187,58 @@ class _Recording:
 
     given_up = 0  # calls of this process
 
-    def __init__(self, recorder: SessionRecorder, other: CallReader | None) -> None:
-        """`other`: reads a call of another API than the chat's."""
-        self._recorder, self._other = recorder, other
-        self._call: RecordedCall | None = None
-        self._temperature = 1.0
-        self._reader: ChunkReader | None = None
+    def __init__(self, recorder: SessionRecorder) -> None:
+        self._recorder = recorder
+        self._open: tuple[RecordedCall, CallReader] | None = None
         self._events = _EventSplitter()
 
-    def begin(self, name: str, body: bytes) -> None:
+    def begin(self, name: str, reader: CallReader, body: bytes) -> None:
         with self._giving_up(name):
-            chat = _json_object(body)
-            if self._other is not None:
-                chat = self._other.chat(chat)
-            request = _ChatRequest.model_validate(chat)
-            self._temperature = 1.0 if request.temperature is None else request.temperature
+            request = _ChatRequest.model_validate(reader.chat(_json_object(body)))
             call = RecordedCall(name, request.messages, request.tools or [], request.model)
-            self._reader = ChunkReader(call, request.n or 1, self._temperature)
-            self._call = call
+            call.temperature = 1.0 if request.temperature is None else request.temperature
+            self._open = call, reader
 
     async def whole(self, content: bytes) -> None:
         """Record an answer that was not streamed; one without choices is none."""
-        if (call := self._call) is not None:
+        if self._open is not None:
+            call, reader = self._open
             with self._giving_up(call.session):
-                answer = _json_object(content)
-                if self._other is not None:
-                    answer = self._other.answer(answer)
-                take_answer(call, answer, temperature=self._temperature)
+                take_answer(call, reader.answer(_json_object(content)))
             if call.choices:
                 await self.end(COMPLETE)
 
     async def part(self, data: bytes) -> None:
         """Take the next bytes of a stream; record the call if they end it."""
-        if (call := self._call) is None or self._reader is None:
+        if self._open is None:
             return
+        call, reader = self._open
         with self._giving_up(call.session):
+            answer = None
             for event_bytes in self._events.feed(data):
                 if chunk := _event_data(event_bytes):
-                    self._take(call, self._reader, chunk)
-            if self._reader.ended:
+                    answer = reader.take(chunk) or answer
+            if answer is not None:
+                take_answer(call, answer)
                 await self.end(COMPLETE)
-
-    def _take(self, call: RecordedCall, reader: ChunkReader, event: Json) -> None:
-        if self._other is None:
-            reader.take(event)
-        elif (answer := self._other.take(event)) is not None:
-            take_answer(call, answer, temperature=self._temperature)
 
     async def end(self, status: TurnStatus) -> None:
         """Write the call, once."""
-        call, self._call = self._call, None
-        if call is not None:
-            with self._giving_up(call.session):
-                call.status = status
-                await self._recorder.commit(call)
+        if self._open is None:
+            return
+        (call, reader), self._open = self._open, None
+        with self._giving_up(call.session):
+            if status == ABORTED:
+                take_answer(call, reader.so_far())
+            call.status = status
+            await self._recorder.commit(call)
 
     @contextmanager
     def _giving_up(self, session: str) -> Iterator[None]:
         try:
             yield
         except UNREADABLE as error:
-            self._call = None
+            self._open = None
             _Recording.given_up += 1
             reason = faults(error, 3)[:200] or type(error).__name__
             log.warning(

@@ -5,75 +5,151 @@ An answer of another form raises ValueError or TypeError, since a recorded answe
 later.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
 
+from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.systems.traces.recorder import RecordedCall, RecordedChoice
 from mlx_parallm.systems.traces.schema import Json
-from mlx_parallm.systems.traces.session import TurnTokens
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus, TurnTokens
 
 MOST_CHOICES = 1024
 _NOT_KEPT = {"index"}  # of a streamed tool call
+_HEAD = ("id", "model", "usage", "prompt_token_ids")
 
 
-def take_answer(call: RecordedCall, answer: Mapping[str, Any], *, temperature: float = 1.0) -> None:
-    """Fill a call from an answer that was not streamed; with its tokens, where the server sent
-    them."""
-    _take_head(call, answer)
+def take_answer(call: RecordedCall, answer: Mapping[str, Any]) -> None:
+    """Fill a call from a whole answer; with its tokens, where the server sent them."""
+    call.response_id = _optional_text(answer, "id") or call.response_id
+    call.model = _optional_text(answer, "model") or call.model
+    call.usage = _object(answer, "usage") or call.usage
     for choice in _list(answer.get("choices")):
         message = choice.get("message")
         if isinstance(message, dict):
             kept = call.choices.setdefault(_index(choice), RecordedChoice({}))
             kept.message = {k: v for k, v in message.items() if v is not None or k == "content"}
-            kept.finish_reason = optional_text(choice, "finish_reason")
-            kept.tokens = _tokens_of(answer.get("prompt_token_ids"), choice, temperature)
+            kept.finish_reason = _optional_text(choice, "finish_reason")
+            kept.tokens = _tokens_of(answer.get("prompt_token_ids"), choice, call.temperature)
 
 
-class ChunkReader:
-    """Fills a call from a stream's chunks. `choices`: how many the client wants."""
+class CallReader(Protocol):
+    """Reads one call of an API. Each method raises ValueError or TypeError: it is of another
+    form."""
 
-    def __init__(self, call: RecordedCall, choices: int, temperature: float = 1.0) -> None:
-        self._call = call
-        self._choices = choices
-        self._temperature = temperature
-        self._prompt_ids: Any = None
-        self._sent: dict[int, Json] = {}  # token ids and log-probabilities so far, by choice
+    def chat(self, body: Mapping[str, Any]) -> Json:
+        """Return the request of a chat: `messages`, `tools`, `model`, `temperature`, `n`."""
+        ...
 
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has its finish reason."""
-        choices = self._call.choices.values()
-        return len(choices) >= self._choices and all(
-            choice.finish_reason is not None for choice in choices
-        )
+    def answer(self, body: Mapping[str, Any]) -> Json:
+        """Return the answer of a chat: `choices`, `id`, `model`, `usage`."""
+        ...
 
-    def take(self, chunk: Mapping[str, Any]) -> None:
-        _take_head(self._call, chunk)
-        self._prompt_ids = chunk.get("prompt_token_ids") or self._prompt_ids
-        for part in _list(chunk.get("choices")):
-            index = _index(part)
-            choice = self._call.choices.setdefault(
-                index, RecordedChoice({"role": "assistant", "content": ""})
-            )
-            _add(choice.message, _object(part, "delta"))
-            sent = self._sent.setdefault(index, {"token_ids": [], "logprobs": {"content": []}})
-            sent["token_ids"] += part.get("token_ids") or ()
-            sent["logprobs"]["content"] += _object(part, "logprobs").get("content") or ()
+    def take(self, event: Mapping[str, Any]) -> Json | None:
+        """Take an event of a stream; return the chat's answer once it has ended."""
+        ...
+
+    def so_far(self) -> Json:
+        """Return the answer of a stream that has not ended, as far as it can be read."""
+        ...
+
+
+class ChatReader:
+    """A call of the chat. `wanted`: the number of choices."""
+
+    def __init__(self, wanted: int = 1) -> None:
+        self._wanted = wanted
+        self._head: Json = {}
+        self._choices: dict[int, Json] = {}
+
+    def chat(self, body: Mapping[str, Any]) -> Json:
+        self._wanted = body.get("n") or 1
+        return dict(body)
+
+    def answer(self, body: Mapping[str, Any]) -> Json:
+        return dict(body)
+
+    def take(self, event: Mapping[str, Any]) -> Json | None:
+        self._head |= {name: event[name] for name in _HEAD if event.get(name)}
+        for part in _list(event.get("choices")):
+            message = {"role": "assistant", "content": ""}
+            empty = {"message": message, "token_ids": [], "logprobs": {"content": []}}
+            choice = self._choices.setdefault(_index(part), empty)
+            _add(choice["message"], _object(part, "delta"))
+            choice["token_ids"] += part.get("token_ids") or ()
+            choice["logprobs"]["content"] += _object(part, "logprobs").get("content") or ()
             if part.get("finish_reason") is not None:
-                choice.finish_reason = optional_text(part, "finish_reason")
-                sent["weight_versions"] = part.get("weight_versions")
-                choice.tokens = _tokens_of(self._prompt_ids, sent, self._temperature)
-                if choice.message.get("tool_calls") and not choice.message["content"]:
-                    choice.message["content"] = None  # as an answer that is not streamed
+                choice |= {name: part.get(name) for name in ("finish_reason", "weight_versions")}
+                if choice["message"].get("tool_calls") and not choice["message"]["content"]:
+                    choice["message"]["content"] = None  # as an answer that is not streamed
+        ended = sum("finish_reason" in choice for choice in self._choices.values())
+        return self.so_far() if ended == len(self._choices) >= self._wanted else None
+
+    def so_far(self) -> Json:
+        choices = [{"index": index, **choice} for index, choice in self._choices.items()]
+        return {**self._head, "choices": choices}
 
 
-def _take_head(call: RecordedCall, answer: Mapping[str, Any]) -> None:
-    call.response_id = optional_text(answer, "id") or call.response_id
-    call.model = optional_text(answer, "model") or call.model
-    call.usage = _object(answer, "usage") or call.usage
+class ObservedCall(ABC):
+    """Follows one call of this server's chat: an `AnswerObserver`. `call` holds the answer when
+    it has ended, whole or not, before the client sees its end."""
+
+    def __init__(self, session: str = "") -> None:
+        self.call = RecordedCall(session, [], [])
+        self._has_ended = False
+
+    @abstractmethod
+    async def ended(self) -> None:
+        """Write the call; awaited once."""
+
+    def begun(self, body: ChatBody) -> None:
+        self.call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        self.call.tools = body.callable_tools
+        self.call.model, self.call.wanted = body.model, body.n
+
+    async def whole(self, answer: Mapping[str, Any]) -> None:
+        take_answer(self.call, answer)
+        await self._end(COMPLETE)
+
+    async def events(
+        self, events: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        chunks, unfinished = list[dict[str, Any]](), self.call.wanted
+        try:
+            async with aclosing(events):
+                async for chunk in events:
+                    if unfinished:
+                        # read together at the end: that takes a third of the time
+                        chunks.append(chunk)
+                        reasons = [choice["finish_reason"] for choice in chunk["choices"]]
+                        unfinished -= len(reasons) - reasons.count(None)
+                        if not unfinished:
+                            self._take(chunks)
+                            await self._end(COMPLETE)
+                    yield chunk
+        finally:
+            if unfinished:
+                self._take(chunks)
+            await self.aborted()
+
+    def _take(self, chunks: Iterable[Mapping[str, Any]]) -> None:
+        reader = ChatReader(self.call.wanted)
+        for chunk in chunks:
+            reader.take(chunk)
+        take_answer(self.call, reader.so_far())
+
+    async def aborted(self) -> None:
+        """End a call that got no whole answer; does nothing where it did."""
+        await self._end(ABORTED)
+
+    async def _end(self, status: TurnStatus) -> None:
+        if not self._has_ended:
+            self._has_ended, self.call.status = True, status
+            await self.ended()
 
 
-def optional_text(value: Mapping[str, Any], name: str) -> str | None:
+def _optional_text(value: Mapping[str, Any], name: str) -> str | None:
     """Raises ValueError: it is something else."""
     text = value.get(name)
     if text is not None and not isinstance(text, str):

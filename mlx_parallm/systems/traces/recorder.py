@@ -57,7 +57,8 @@ class RecordedChoice:
 
 @dataclass
 class RecordedCall:
-    """One call of a session. `status`: `COMPLETE`, or why there is no whole answer."""
+    """One call of a session. `status`: `COMPLETE`, or why there is no whole answer. `wanted`: the
+    number of choices; `temperature`: of an upstream's sampling."""
 
     session: str
     messages: Sequence[Json]
@@ -65,6 +66,8 @@ class RecordedCall:
     model: str | None = None
     response_id: str | None = None
     status: TurnStatus = COMPLETE
+    wanted: int = 1
+    temperature: float = 1.0
     usage: Json | None = None
     choices: dict[int, RecordedChoice] = field(default_factory=dict)
 

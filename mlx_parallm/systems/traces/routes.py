@@ -12,10 +12,9 @@ A client needs `base_url=http://host:8000/sessions/NAME/v1` and nothing else.
 """
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Literal, NotRequired, Self
 
 from fastapi import APIRouter, Depends
 from fastapi import Path as PathParameter
@@ -32,18 +31,13 @@ from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.messages import routes as messages
 from mlx_parallm.server.protocol.fields import Body
-from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.protocol.response_bodies import finite
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.responses import routes as responses
-from mlx_parallm.systems.traces.received_answers import ChunkReader, take_answer
-from mlx_parallm.systems.traces.recorder import (
-    RecordedCall,
-    SessionRecorder,
-    session_name,
-)
+from mlx_parallm.systems.traces.received_answers import ObservedCall
+from mlx_parallm.systems.traces.recorder import SessionRecorder, session_name
 from mlx_parallm.systems.traces.schema import Json, Label, present
-from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus, TurnTokens
+from mlx_parallm.systems.traces.session import TurnTokens
 from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
 
 SessionName = Annotated[str, PathParameter(min_length=1, max_length=128)]
@@ -139,21 +133,15 @@ def add_feedback(
         return JSONResponse(result)
 
 
-class _CallObserver:
-    """Records one call of a session: an `AnswerObserver`."""
+class _CallObserver(ObservedCall):
+    """Records one call of a session."""
 
     def __init__(
         self, recorder: SessionRecorder, session: str, is_policy: Callable[[Request], bool]
     ) -> None:
+        super().__init__(session)
         self._recorder, self._is_policy = recorder, is_policy
-        self._call, self._choices = RecordedCall(session, [], [], None), 1
         self._tokens: dict[int, TurnTokens] = {}
-        self._written = False
-
-    def begun(self, body: ChatBody) -> None:
-        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        self._call.tools = body.callable_tools
-        self._call.model, self._choices = body.model, body.n
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [parts] = requests, choices
@@ -162,48 +150,10 @@ class _CallObserver:
         policy = self._is_policy(request)
         self._tokens = {part[0].index: _sampled(request, part, policy) for part in parts}
 
-    async def whole(self, answer: Mapping[str, Any]) -> None:
-        take_answer(self._call, answer)
-        await self._write(COMPLETE)
-
-    async def events(
-        self, events: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        chunks, unfinished = list[dict[str, Any]](), self._choices
-        try:
-            async with aclosing(events):
-                async for chunk in events:
-                    if unfinished:
-                        # read together at the end: that takes a third of the time
-                        chunks.append(chunk)
-                        reasons = [choice["finish_reason"] for choice in chunk["choices"]]
-                        unfinished -= len(reasons) - reasons.count(None)
-                        if not unfinished:
-                            self._take(chunks)
-                            await self._write(COMPLETE)
-                    yield chunk
-        finally:
-            if unfinished:
-                self._take(chunks)
-            await self.aborted()
-
-    def _take(self, chunks: Iterable[Mapping[str, Any]]) -> None:
-        reader = ChunkReader(self._call, self._choices)
-        for chunk in chunks:
-            reader.take(chunk)
-
-    async def aborted(self) -> None:
-        """Record a call that got no whole answer; does nothing where it did."""
-        await self._write(ABORTED)
-
-    async def _write(self, status: TurnStatus) -> None:
-        if self._written:
-            return
-        self._written = True
-        self._call.status = status
-        for index, choice in self._call.choices.items():
+    async def ended(self) -> None:
+        for index, choice in self.call.choices.items():
             choice.tokens = self._tokens.get(index)
-        await self._recorder.commit(self._call)
+        await self._recorder.commit(self.call)
 
 
 def _sampled(request: Request, parts: Choice, policy: bool) -> TurnTokens:

@@ -1,40 +1,32 @@
 """Calls of the Responses and the Messages API as the chats that they are, for a recorder in front
 of a server that speaks them.
 
-    OTHER_APIS[path]() → chat(request body), then answer(whole body) or take(event) of a stream
+    READERS[path]() → chat(request body), then answer(whole body) or take(event) of a stream
 """
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_parallm.systems.traces.importers.codex import ItemLog
 from mlx_parallm.systems.traces.importers.dialects import chat_messages, converted, tool_definitions
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.responses import input_items, take_items
+from mlx_parallm.systems.traces.received_answers import CallReader, ChatReader
 from mlx_parallm.systems.traces.schema import Json, mapping, text_of, without
 
 CUT_REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls"}
 
 
-class CallReader(Protocol):
-    """Reads one call. Each method raises ValueError or TypeError: it is of another form."""
+class _WholeAnswers:
+    """An API of which half an answer is not read."""
 
-    def chat(self, body: Mapping[str, Any]) -> Json:
-        """Return the request of a chat: `messages`, `tools`, `model`, `temperature`."""
-        ...
-
-    def answer(self, body: Mapping[str, Any]) -> Json:
-        """Return the answer of a chat: `choices`, `id`, `model`, `usage`."""
-        ...
-
-    def take(self, event: Mapping[str, Any]) -> Json | None:
-        """Take an event of a stream; return the chat's answer once it has ended."""
-        ...
+    def so_far(self) -> Json:
+        return {}
 
 
-class ResponseReader:
+class ResponseReader(_WholeAnswers):
     """A call of the Responses API."""
 
     def chat(self, body: Mapping[str, Any]) -> Json:
@@ -60,7 +52,7 @@ class ResponseReader:
         return self.answer(event["response"]) if event.get("type") in ends else None
 
 
-class MessageReader:
+class MessageReader(_WholeAnswers):
     """A call of Anthropic's Messages API."""
 
     def __init__(self) -> None:
@@ -108,7 +100,8 @@ class MessageReader:
             self._inputs[index] = self._inputs.get(index, "") + delta["partial_json"]
 
 
-OTHER_APIS: Mapping[str, Callable[[], CallReader]] = {
+READERS: Mapping[str, Callable[[], CallReader]] = {
+    "chat/completions": ChatReader,
     "responses": ResponseReader,
     "messages": MessageReader,
 }
