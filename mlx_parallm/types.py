@@ -672,6 +672,7 @@ class ChatTokenizer(Protocol):
     # (start, end) of a call in the model's own format; None: it has none
     tool_markers: tuple[str, str] | None
     parse_tool_call: Callable[[str, Any], Any] | None
+    think_markers: tuple[str, str] | None  # (start, end) of reasoning; None: it has none
     images: Any  # the `ImageReader` of stored images; None: messages hold texts alone
 
     @property

@@ -187,7 +187,11 @@ class EpisodePolicy:
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
         form = own_format(self.tokenizer) or TAUGHT_FORMAT
         return parse_tool_calls(
-            completion.text, tools.definitions, tools.formats, model_format=form
+            completion.text,
+            tools.definitions,
+            tools.formats,
+            model_format=form,
+            thinking=self.tokenizer.think_markers,
         )
 
     def after_calls(

@@ -242,10 +242,12 @@ def _tagged_reader(form: str) -> Reader:
                 raise ValueError("no call begins here")
             name, at = begun["name"], _skip(text, begun.end())
             pairs, at = _pairs(text, at, tags, markup)
-            if tags.end:
-                if not text.startswith(tags.end, at):
-                    raise ValueError("the call has no end")
+            if tags.end and text.startswith(tags.end, at):
                 at = _skip(text, at + len(tags.end))
+            elif pairs and head.match(text, at):
+                pass  # another call: the end of this one is forgotten, or the format has none
+            elif tags.end:
+                raise ValueError("the call has no end")
             elif at < len(text):
                 raise ValueError("text is left over")
             elif not pairs and tags.head is not _TAGS["minicpm5"].head:
@@ -326,10 +328,11 @@ def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
             value, kind = text[opened.end() : end], attributes.get("type", "string")
             pairs.append((attributes["key"], typed_value(value, {"type": kind})))
             at = _skip(text, end + len(markup.closed))
-        if not text.startswith(_XTML_END, at):
+        if text.startswith(_XTML_END, at):
+            at = _skip(text, at + len(_XTML_END))
+        elif not (pairs and _XTML_HEAD.match(text, at)):
             raise ValueError("the call has no end")
         calls.append((name, _object_of(pairs), None))
-        at = _skip(text, at + len(_XTML_END))
     return ReadCalls(calls)
 
 
@@ -437,7 +440,10 @@ class _Gemma:
         return typed_value(cursor.match(bare)[0].strip(), schema, root)
 
 
-_NEXT_ARGUMENT = r"""\s*(?:,\s*[^\s,=()\[\]{}"']+\s*=|\)\s*(?:,\s*[^\s,()\[\]{}"']+\(|\]\s*\Z))"""
+_NEXT_ARGUMENT = (
+    r"""\s*(?:,\s*[^\s,=()\[\]{}"']+\s*=|,?\s*\)\s*"""
+    r"""(?:,\s*[^\s,()\[\]{}"']+\(|,?\s*\]\s*\Z))"""
+)
 
 
 class _Pythonic:
@@ -461,6 +467,8 @@ class _Pythonic:
         while not cursor.takes("]"):
             if calls:
                 cursor.needs(",")
+                if cursor.takes("]"):
+                    break
             name = cursor.match(head)[1]
             parameters, pairs = _parameters(self._tools, name), list[tuple[str, Any]]()
             while not cursor.takes(")"):

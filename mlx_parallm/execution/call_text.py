@@ -5,8 +5,9 @@
     decided_end(markup, text)  position up to which a stream may show arguments
     end_of_value(markup, …)    the end of a value
 
-An argument ends where its end tag is followed by text that may follow an argument; tags within a
-value are counted, so that a value may hold a call of the same format.
+An argument ends where its end tag is followed by text that may follow an argument, or by another
+call, if the end of the first one is forgotten; tags within a value are counted, so that a value may
+hold a call of the same format.
 """
 
 import re
@@ -24,6 +25,7 @@ class Markup:
         next: the tag that follows if it is not an opening tag.
         call: how a call begins and ends, "" if there are no such tags.
         cdata: a value may be in a CDATA section, which ends it.
+        named: a tool's name and the `next` tag begin another call.
     """
 
     begins: str
@@ -34,6 +36,7 @@ class Markup:
     may_end: bool = False
     call: tuple[str, str] = ("", "")
     cdata: bool = False
+    named: bool = False
 
 
 def _markup(
@@ -45,15 +48,15 @@ def _markup(
     *,
     may_end: bool = False,
     cdata: bool = False,
+    named: bool = False,
 ) -> Markup:
     following = re.compile(rf"\s*+(?:{opened}|{re.escape(follows)})", re.DOTALL)
     ends = (call, follows) if call else ("", "")
-    return Markup(
-        begins, re.compile(opened, re.DOTALL), closed, following, follows, may_end, ends, cdata
-    )
+    opening = re.compile(opened, re.DOTALL)
+    return Markup(begins, opening, closed, following, follows, may_end, ends, cdata, named)
 
 
-_GLM = _markup("<arg_value>", "<arg_value>", "</arg_value>", "<arg_key>", may_end=True)
+_GLM = _markup("<arg_value>", "<arg_value>", "</arg_value>", "<arg_key>", may_end=True, named=True)
 MARKUP: Mapping[str, Markup] = {
     "qwen3_coder": _markup(
         "<parameter=", r"<parameter=[^<>\n]+>", "</parameter>", "</function>", "<function="
@@ -88,6 +91,7 @@ MARKUP: Mapping[str, Markup] = {
         "</longcat_arg_value>",
         "<longcat_arg_key>",
         may_end=True,
+        named=True,
     ),
     "kimi_k3": _markup(
         "<|open|>argument",
@@ -110,6 +114,8 @@ _DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>
 
 LONGEST_TAG = 300  # an unfinished opening tag that is longer is text
 _CDATA = re.compile(r"\s*<!\[CDATA\[")
+_SPACE = re.compile(r"\s*+")
+_NAME = re.compile(r"\s*+[^\s<>]{1,256}+\s*+")
 
 
 def inside_value(form: str, text: str) -> bool:
@@ -169,7 +175,7 @@ def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int |
             continue
         ends = markup.follows.match(text, tag.end()) is not None
         ends = ends or (final and markup.may_end and not text[tag.end() :].strip())
-        if ends and depth == 0:
+        if depth == 0 and (ends or _begins_another(markup, text, tag.end())):
             return tag.start()
         if ends and otherwise is None:  # a tag within the value that is not closed
             otherwise = tag.start()
@@ -208,7 +214,20 @@ def _may_follow(markup: Markup, text: str) -> bool:
     """Whether a text behind an end tag may be the beginning of what makes it the end of a value."""
     if any(mark.startswith(text) for mark in (markup.next, markup.begins)):
         return True
+    if _begins_another(markup, text, 0, certain=False):
+        return True
     return text.startswith(markup.begins) and len(text) < LONGEST_TAG
+
+
+def _begins_another(markup: Markup, text: str, at: int, *, certain: bool = True) -> bool:
+    """Whether another call begins at `at`, or (not `certain`) may begin there."""
+    before = _NAME if markup.named else _SPACE
+    mark = markup.next if markup.named else markup.call[0]
+    if not mark or (begun := before.match(text, at)) is None:
+        return False
+    if text.startswith(mark, begun.end()):
+        return True
+    return not certain and mark.startswith(text[begun.end() :])
 
 
 def begun_mark(text: str, mark: str) -> int:

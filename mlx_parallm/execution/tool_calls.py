@@ -9,7 +9,7 @@
     "function"  search(query="MLX"), for the names in `tools`
 
 A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall`
-beside the calls, never an exception. Formats are tried in this order; a format does not see text
+beside the calls, never an exception. What it drafts in its reasoning is no call. Formats are tried in this order; a format does not see text
 that an earlier one has read.
 """
 
@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -70,6 +70,8 @@ MOST_WORK = 10_000_000
 # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 RAW_INPUT = "input"
 NAME_KEYS = ("tool", "name")
+THINKING = ("<think>", "</think>")
+MOST_CALLS = 16  # that an answer may end with which has not ended its reasoning
 
 # A run of white space is taken whole (`*+`): tried in parts, a long one would hold up all threads
 # for minutes.
@@ -137,29 +139,72 @@ def parse_tool_calls(
     formats: Format | Literal["auto"] | Sequence[Format] = "auto",
     *,
     model_format: OwnFormat | None = None,
+    thinking: tuple[str, str] | None = None,
 ) -> ParsedCalls:
-    """Return the calls in `text`.
+    """Return the calls in `text`, behind its reasoning.
 
     Args:
         tools: the tools that may be called. A call of another one is returned too (the caller
             answers it), but "function" needs the names, and positional arguments need the
             parameters.
         formats: "auto" = all; "function" needs `tools`, "own" needs `model_format`.
+        thinking: (start, end) of the reasoning, `THINKING` if it is None. The prompt may have
+            opened it.
 
     Raises ConfigError: an unknown format, or an entry of `tools` that is not a tool. No `text`
     raises anything.
     """
     definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
+    chosen = _chosen(formats, model_format, definitions)
+    own = model_format if "own" in chosen else None
+    found = partial(_calls_in, tools=definitions, formats=chosen, model_format=own)
+    begin = _answer_begin(text, thinking or THINKING, own, found)
+    parsed = found(text[begin:])
+    calls, malformed = (
+        [replace(e, start_pos=e.start_pos + begin, end_pos=e.end_pos + begin) for e in part]
+        for part in (parsed, parsed.malformed)
+    )
+    return ParsedCalls(calls, malformed)
+
+
+def _answer_begin(
+    text: str,
+    thinking: tuple[str, str],
+    own: OwnFormat | None,
+    found: Callable[[str], ParsedCalls],
+) -> int:
+    """Return the place behind the reasoning. One that does not end has drafts in the model's own
+    format, but for the calls that the text ends with."""
+    start, end = thinking
+    at, opens = text.find(end), text.lstrip().startswith(start)
+    if at >= 0:
+        # a mark in an argument is text of it
+        is_mark = opens or not any(c.start_pos <= at < c.end_pos for c in found(text))
+        return at + len(end) if is_mark and (opens or start not in text[:at]) else 0
+    if not opens or own is None or own.markers[0] not in text:
+        return 0
+    for begun in [*re.finditer(re.escape(own.markers[0]), text)][-MOST_CALLS:]:
+        rest, calls = text[begun.start() :], found(text[begun.start() :])
+        for first, last in sorted({(c.start_pos, c.end_pos) for c in calls}, reverse=True):
+            rest = rest[:first] + rest[last:]
+        if calls and not rest.strip():
+            return begun.start()
+    return len(text)
+
+
+def _calls_in(
+    text: str, *, tools: Tools, formats: Sequence[Format], model_format: OwnFormat | None
+) -> ParsedCalls:
     calls: list[ToolCall] = []
     malformed: list[MalformedCall] = []
-    for form in _chosen(formats, model_format, definitions):
+    for form in formats:
         taken = [(c.start_pos, c.end_pos) for c in calls] + [
             (m.start_pos, m.end_pos) for m in malformed
         ]
         places = (
-            _own_places(text, model_format, definitions)
+            _own_places(text, model_format, tools)
             if model_format and form == "own"
-            else _PLACES[form](text, definitions)
+            else _PLACES[form](text, tools)
         )
         for start, end, read in places:
             if any(start < other_end and other_start < end for other_start, other_end in taken):

@@ -102,7 +102,13 @@ class EngineBackend:
         return [
             CalledAnswer(
                 answer.text,
-                parse_tool_calls(answer.text, tools, formats, model_format=model_format),
+                parse_tool_calls(
+                    answer.text,
+                    tools,
+                    formats,
+                    model_format=model_format,
+                    thinking=self._tokenizer.think_markers,
+                ),
                 answer.finish_reason,
                 answer.token_ids,
             )

@@ -445,7 +445,10 @@ class InferenceModule:
         if model_format is not None:  # its markers may be special tokens
             params["skip_special_tokens"] = False
         text = episode.generate(prompt, params).text
-        return text, parse_tool_calls(text, tools, formats, model_format=model_format)
+        thinking = None if self.tokenizer is None else self.tokenizer.think_markers
+        return text, parse_tool_calls(
+            text, tools, formats, model_format=model_format, thinking=thinking
+        )
 
 
 def _endpoint(

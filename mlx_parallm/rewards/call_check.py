@@ -67,10 +67,12 @@ class CallCheck:
     def __init__(self, column: str, threshold: float | None) -> None:
         self._column, self._threshold = column, threshold
         self._format: OwnFormat = TAUGHT_FORMAT
+        self._thinking: tuple[str, str] | None = None
         with_column(self, column, "tools")
 
     def attach(self, inference: HasTokenizer) -> None:
         """Read calls as this policy writes them."""
+        self._thinking = inference.tokenizer.think_markers
         model_format = own_format(inference.tokenizer)
         if model_format is not None and inference.tokenizer.template_takes_tools:
             self._format = model_format
@@ -85,7 +87,9 @@ class CallCheck:
             return None
         schemas = _read_schemas(tools)
         calls = _read_wanted(wanted, schemas, self._column)
-        parsed = parse_tool_calls(text, (), ("own",), model_format=self._format)
+        parsed = parse_tool_calls(
+            text, (), ("own",), model_format=self._format, thinking=self._thinking
+        )
         made: list[Call] = [(call.name, call.arguments) for call in parsed]
         for broken in parsed.malformed:
             name = NAME_IN_TEXT.search(broken.raw_text)

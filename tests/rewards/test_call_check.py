@@ -137,6 +137,7 @@ def test_calls_are_read_in_the_models_own_format() -> None:
     class Own:
         tool_markers = ("[CALL]", "[/CALL]")
         template_takes_tools = True
+        think_markers = None
 
         @staticmethod
         def parse_tool_call(text: str, tools: Any) -> Any:

@@ -118,11 +118,21 @@ ANSWERS = {
 def test_an_answer_has_these_parts_whole_and_character_by_character(text, expected):
     assert shape(form().read(text, "stop")) == expected
     assert shape(streamed(form(), text, range(len(text)))) == expected
+    own = OwnFormat(form().tool_markers, form().parse)
+    calls = parse_tool_calls(text, TOOLS, "own", model_format=own)
+    assert [(call.name, call.arguments) for call in calls] == expected[2], "in an episode"
+    assert all(text[call.start_pos : call.end_pos] == call.raw_text for call in calls)
 
 
 def test_a_prompt_that_opened_the_thinking_begins_in_it():
     text = f"hm\n</think>\n\nyes{CALL}"
     assert shape(form(starts_reasoning=True).read(text, "stop")) == ("hm", "yes", [ADD])
+    text = f"{CALL}? no</think>{CALL} add(a=2)"
+    own = OwnFormat(form().tool_markers, form().parse)
+    calls = parse_tool_calls(text, ["add"], model_format=own)
+    assert [call.arguments for call in calls] == [{"a": 1}, {"a": 2}]
+    drafts = 'so TOOL: add(a=1), or\nadd(a=1)\n</think>add(a=2)'
+    assert [call.arguments for call in parse_tool_calls(drafts, ["add"])] == [{"a": 2}]
 
 
 def test_what_a_limit_cuts_off_is_a_call_that_is_not_complete():
@@ -346,6 +356,11 @@ TOLD_APART = {  # texts that a call can hold, or write in another way
         "<|tool_call_start|>[add(t='it's a, b=3', n=[1])]<|tool_call_end|>",
         {"t": "it's a, b=3", "n": [1]},
     ),
+    "a comma behind the last argument": (
+        "pythonic",
+        "<|tool_call_start|>[add(n=1, t='x',),]<|tool_call_end|>",
+        {"n": 1, "t": "x"},
+    ),
     "texts without marks": (
         "function_gemma",
         "<start_function_call>call:add{t:New York, NY,n:[1,2]}<end_function_call>",
@@ -383,6 +398,31 @@ def test_a_call_is_the_same_whole_and_streamed(case):
     own = OwnFormat(answer_format.tool_markers, answer_format.parse)
     [call] = parse_tool_calls(text, [function], "own", model_format=own)
     assert call.arguments == arguments
+
+
+FORGOTTEN = {  # format → what a model forgets between two calls
+    "qwen3_coder": "</function>\n</tool_call><tool_call>\n",
+    "glm47": "</tool_call><tool_call>",
+    "laguna": "</tool_call><tool_call>",
+    "longcat": "</longcat_tool_call><longcat_tool_call>",
+    "minimax_m2": "</invoke></minimax:tool_call><minimax:tool_call>",
+    "muse_spark": "</atem:invoke></atem:function_calls><atem:function_calls>",
+    "kimi_k3": "<|close|>call<|sep|><|close|>tools<|sep|><|open|>tools<|sep|>",
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_two_calls_between_one_pair_of_marks_are_not_one_with_the_text_of_both(name):
+    call = IN_EVERY_FORMAT[name]
+    answer_format = form(import_module(f"{tool_parsers.__name__}.{name}"))
+    text = (call + call).replace(FORGOTTEN[name], "")
+    assert len(text) < 2 * len(call)
+    sky = ("sky", {"city": "Köln"})
+    assert shape(answer_format.read(text, "stop")) == ("", "", [sky, sky])
+    assert shape(streamed(answer_format, text, range(len(text)))) == ("", "", [sky, sky])
+    own = OwnFormat(answer_format.tool_markers, answer_format.parse)
+    calls = parse_tool_calls(text, ["sky"], "own", model_format=own)
+    assert [(call.name, call.arguments) for call in calls] == [sky, sky]
 
 
 def test_text_behind_a_call_without_an_end_mark_is_content():

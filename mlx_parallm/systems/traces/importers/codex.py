@@ -66,6 +66,8 @@ class ItemLog:
     untrainable: str | None = None
     is_side: bool | None = None  # None: no line has said it yet
     ended: int = 0  # messages when a turn last came to its end
+    # place of an answer's text behind its calls: another answer, unless their results follow
+    behind_calls: int | None = None
     items: list[str] = field(default_factory=list)  # as text
     seen: set[str] = field(default_factory=set)  # the same
     replayed: int | None = None  # the item that a repeated history is at
@@ -211,6 +213,7 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             report.skip(place, RESULT_TWICE if same else f"{RESULT_TWICE}, with other content")
             return
         log.answered[call_id] = item.get(key)
+        join_answer(log, call_id)
         log.messages.append(_output(item, call_id, rest, key))
     elif kind.endswith("_call") and kind not in CLIENT_CALLS and not item.get("call_id"):
         _take_own_call(log, item, kind, call_id, rest)  # the API made it: a search, code, MCP
@@ -240,13 +243,36 @@ def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
         log.messages.append(add_step(message, extra={"lines": [kept]} if kept or reason else {}))
         return
     answer = _open_answer(log)
-    before, content = answer["content"], message["content"]
-    if before and isinstance(before, str) and isinstance(content, str):
-        content = f"{before}\n\n{content}"
-    elif before:
-        content = [*_parts(before), *_parts(content)]
-    answer["content"] = content
+    if answer.get("tool_calls"):
+        answer = {"role": "assistant", "content": None}
+        log.behind_calls = len(log.messages)
+        log.messages.append(answer)
+    _add_content(answer, message["content"])
     _note(log, kept)
+
+
+def _add_content(answer: Json, content: Any) -> None:
+    before = answer["content"]
+    if before and isinstance(before, str) and isinstance(content, str):
+        answer["content"] = f"{before}\n\n{content}"
+    elif before:
+        answer["content"] = [*_parts(before), *_parts(content)]
+    else:
+        answer["content"] = content
+
+
+def join_answer(log: ItemLog, call_id: str | None = None) -> None:
+    """Make one answer of calls and the text behind them: their results, or that of `call_id`,
+    follow both."""
+    at, log.behind_calls = log.behind_calls, None
+    if at is None or at != len(log.messages) - 1:
+        return
+    calling, behind = log.messages[at - 1 :]
+    if call_id is None or any(call.get("id") == call_id for call in calling["tool_calls"]):
+        del log.messages[at]
+        _add_content(calling, behind["content"])
+        calling["tool_calls"] += behind.get("tool_calls", [])
+        _note(log, *behind.get("step", {}).get("extra", {}).get("lines", []))
 
 
 def _parts(content: Any) -> list[Any]:
@@ -335,11 +361,11 @@ def _open_answer(log: ItemLog) -> Json:
     return log.messages[-1]
 
 
-def _note(log: ItemLog, kept: Json) -> None:
-    """Keep what the line of a part of the newest answer holds beside it."""
-    if kept:
+def _note(log: ItemLog, *kept: Json) -> None:
+    """Keep what the lines of parts of the newest answer hold beside them."""
+    if any(kept):
         before = log.messages[-1].get("step", {}).get("extra", {}).get("lines", [])
-        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
+        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, *kept]})
 
 
 def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.systems.traces.importers.codex import ItemLog
+from mlx_parallm.systems.traces.importers.codex import ItemLog, join_answer
 from mlx_parallm.systems.traces.importers.dialects import chat_messages, converted, tool_definitions
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.responses import input_items, take_items
@@ -111,6 +111,7 @@ READERS: Mapping[str, Callable[[], CallReader]] = {
 def _messages_of(items: Any) -> list[Json]:
     log = ItemLog("")
     take_items(log, items, "", ImportReport())
+    join_answer(log)
     if log.untrainable is not None:
         raise ValueError(log.untrainable)
     return log.messages
