@@ -279,7 +279,8 @@ def claude_code(folder: Path, talks: Sequence[Talk]) -> list[Path]:
                 blocks = own_blocks(turn)
             about: Json = {"sessionId": talk.name}
             if talk.is_side:
-                about |= {"agentId": talk.name, "isSidechain": None}
+                named = "parent_tool_use_id" if number % 2 else "agentId"  # the SDK's streams
+                about |= {named: talk.name, "isSidechain": None}
             if kind == "assistant":
                 about["message_id"] = f"m{turn.name or uuid}"
             line = claude(uuid, before, kind, blocks, **about)

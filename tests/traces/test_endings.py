@@ -83,6 +83,10 @@ def test_a_reason_is_the_models_own_or_cuts_the_answer_however_it_is_spelled() -
         {"annotations": [{"type": "file_citation"}]},
         {"groundingMetadata": {"webSearchQueries": ["q"]}},
         {"search_results": [{"url": "x"}]},
+        {"citations": ["https://x.example"]},
+        {"metadata": {"finish_reason": "length"}},
+        {"response_metadata": {"finishReason": "MAX_TOKENS"}},
+        {"generation_info": {"truncated": True}},
     ],
 )
 def test_other_signs_that_an_answer_is_not_whole(about: Json) -> None:
@@ -135,6 +139,31 @@ def test_what_follows_an_answer_says_whether_it_was_whole(
     assert found == learned
     sampled = sum(message["role"] == "assistant" for message in chat)
     assert made.answers.total() == sampled - len(found), json.dumps(dict(made.answers))
+
+
+@pytest.mark.parametrize(
+    ("about", "is_cut"),
+    [
+        ({"finish_reason": "length"}, True),
+        ({"truncated": True}, True),
+        ({"metadata": {"stop_reason": "max_tokens"}}, True),
+        ({"finish_reason": "stop", "metadata": {"status": "failed"}}, False),
+        ({"status": "failed", "metadata": {"judge": "error"}}, False),
+    ],
+)
+def test_a_row_says_how_its_last_answer_ended(
+    tmp_path: Path, about: Json, *, is_cut: bool
+) -> None:
+    """What it says of its task is not about the answer."""
+    path = tmp_path / "chats.jsonl"
+    turns = [("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "the beg")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    sayers = [{"from": role, "value": text} for role, text in turns]
+    rows = ({"messages": messages, **about}, {"conversations": sayers, **about})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for trace in read_traces(path, ImportReport()):
+        sampled = [step.sampled for step in trace.steps if step.source == "agent"]
+        assert sampled == [True, not is_cut]
 
 
 def test_a_weight_of_a_log_is_obeyed_or_refused(tmp_path: Path) -> None:

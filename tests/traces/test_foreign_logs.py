@@ -395,6 +395,28 @@ def test_codex_items(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["shell", "local_shell", "computer", "apply_patch", "function"])
+def test_text_behind_a_call_is_another_answer_unless_its_result_follows(
+    tmp_path: Path, kind: str
+) -> None:
+    """Its result is lost, and what rests on it is not learned; a row never has it before its
+    call."""
+    call, second = (
+        item(f"{kind}_call", call_id=name, name=kind, action={"type": "exec"}, arguments="{}")
+        for name in ("c1", "c2")
+    )
+    result, other = (item(f"{kind}_call_output", call_id=n, output="r") for n in ("c1", "c2"))
+    rows = [said("user", "q"), call, said("assistant", "One.")]
+    [trace], _ = imported(lines(tmp_path / "a.jsonl", *rows), "codex")
+    assert [bool(m.get("tool_calls")) for m in trace.messages] == [False, True, False]
+    assert learned([trace]) == [[("user", "q"), ("assistant", "")]]
+    rows += [second, result, other, said("assistant", "Two.")]
+    [trace], _ = imported(lines(tmp_path / "b.jsonl", *rows), "codex")
+    [row] = learned([trace])
+    assert row[1:] == [("assistant", "One."), ("tool", "r"), ("tool", "r"), ("assistant", "Two.")]
+    assert len(trace.messages[1]["tool_calls"]) == 2
+
+
 # ---------------------------------------------------------------------- OTLP
 
 

@@ -14,7 +14,7 @@ from mlx_parallm.systems.traces.importers.dialects import (
     linked,
     tool_definitions,
 )
-from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
+from mlx_parallm.systems.traces.importers.endings import NEVER, ending_of, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, by_line, whole_json
 from mlx_parallm.systems.traces.schema import (
@@ -34,6 +34,7 @@ SYSTEM = ("system", "systemInstruction", "system_instruction", "system_prompt")
 PROMPT = str | list | dict
 REQUESTS = ("request", "body", "params")
 LOST_PARENT = "its history is not whole: a parent is missing, or in a circle"
+SEARCHED = ("search_results", "citations")  # what an API says that it found
 
 
 # ---------------------------------------------------------------------- chats
@@ -67,11 +68,14 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
     answers = _answers(columns, listed)
     report.expect(place, [*listed, *(answer for answer, _ in answers)])
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
-    prompt = [_weighed(message, report, place) for message in chat_messages(listed)]
+    said = chat_messages(listed)
+    ends = [] if answers else [ending_of(row)]  # of the last answer
+    prompt = [_weighed(message, report, place) for message in said[:-1]]
+    prompt += [_weighed(message, report, place, *ends) for message in said[-1:]]
     if answers:
         prompt = list(map(as_context, prompt))
     session = str(row.get("id") or place)
-    searched = {"search_results": mapping(_holder(columns)).get("search_results")}
+    searched = present({name: mapping(_holder(columns)).get(name) for name in SEARCHED})
     answer_messages = [
         [_weighed(m, report, place, about, searched) for m in converted(answer)]
         for answer, about in answers

@@ -219,7 +219,8 @@ def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterato
 def _is_side(node: _Node) -> bool:
     """Whether a sub-agent said it, or was told it: newer logs have a file for each sub-agent."""
     side = node.line.get("isSidechain")
-    return side if isinstance(side, bool) else bool(node.line.get("agentId"))
+    named = any(node.line.get(name) for name in ("agentId", "parent_tool_use_id"))
+    return side if isinstance(side, bool) else named
 
 
 def _identity(node: _Node, name: str) -> set[str]:

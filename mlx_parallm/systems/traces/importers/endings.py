@@ -27,6 +27,7 @@ BROKEN_OFF = re.compile(
 )
 """Text that agents put behind the beginning of an answer."""
 REASONS, CUT_FLAGS = tuple(WORDS["reasons"]), tuple(WORDS["cut_flags"])
+ABOUT = tuple(WORDS["about_answers"])
 PROGRAM = "an answer that a program wrote in the model's place"
 HIDDEN_SEARCH = "an answer that rests on a search of the API, which the log does not hold"
 OWN_CALL = "a call that the API makes itself"
@@ -85,8 +86,17 @@ def _cut(record: Mapping[str, Any]) -> str | None:
         return f"an answer that ended with {_word(reason)!r}"[:100]
     if _word(record.get("status")) in WORDS["unfinished"]:
         return f"an answer whose status is {_word(record['status'])!r}"
-    flag = next((name for name in CUT_FLAGS if record.get(name) is True), None)
-    return None if flag is None else f"an answer that is marked as {flag!r}"
+    if flag := next((name for name in CUT_FLAGS if record.get(name) is True), None):
+        return f"an answer that is marked as {flag!r}"
+    inner = (mapping(record.get(name)) for name in ABOUT)
+    return next(filter(None, map(_cut, filter(None, inner))), None)
+
+
+def ending_of(row: Mapping[str, Any]) -> Json:
+    """Return what a row says of how its last answer ended; its other fields are about all of it."""
+    names = (*REASONS, *CUT_FLAGS, "incomplete_details")
+    kept = [mapping(each) for each in (row, *map(row.get, ABOUT))]
+    return {name: record[name] for record in reversed(kept) for name in names if name in record}
 
 
 def _searched(record: Mapping[str, Any]) -> bool:
@@ -97,7 +107,9 @@ def _searched(record: Mapping[str, Any]) -> bool:
     if any(str(mapping(note).get("type")).endswith("_citation") for note in chain(*notes)):
         return True
     grounding = record.get("groundingMetadata", record.get("grounding_metadata"))
-    return bool(grounding) or bool(record.get("search_results"))
+    cited = record.get("citations")  # of documents in the prompt, or addresses of what was found
+    is_found = isinstance(cited, list) and any(str(each).startswith("http") for each in cited)
+    return bool(grounding) or bool(record.get("search_results")) or is_found
 
 
 def marked(message: Json, reason: str) -> Json:
