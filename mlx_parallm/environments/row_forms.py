@@ -76,17 +76,26 @@ def _has(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
     return any(row.get(name) is not None for name in columns)
 
 
+def system_texts(row: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return a row's system texts by column: a text, or the text of a message or of parts, as
+    Anthropic's API takes them. Raises ConfigError, which begins with `where`: a part that is not
+    text."""
+    texts = {}
+    for column in SYSTEM_COLUMNS:
+        value = row.get(column)
+        held = value.get("content") if isinstance(value, Mapping) and "role" in value else value
+        if isinstance(held, str | list | tuple):
+            texts[column] = _text_of_parts(held, f"{where}: {column}")
+    return {column: text for column, text in texts.items() if text.strip()}
+
+
 def with_system(messages: Any, row: Mapping[str, Any], where: str, *, name: str = "prompt") -> Any:
     """Return a prompt, a text or messages, with the system text of its row before it.
 
     A text becomes a user's message. A system text that is there already, but for white space,
     stays alone. Raises ConfigError, which begins with `where`: two different ones.
     """
-    texts = {
-        column: row[column]
-        for column in SYSTEM_COLUMNS
-        if isinstance(row.get(column), str) and row[column].strip()
-    }
+    texts = system_texts(row, where)
     if not texts:
         return messages
     (column, text), *others = texts.items()

@@ -210,7 +210,8 @@ def part_text(part: Any, where: str) -> str:
         return text
     reason = f"{where}: only text parts can be read (got {kind!r})"
     if name is not None:
-        others = ", ".join(repr(key) for key in part if key != "type") or "nothing else"
+        others = ", ".join(repr(k) for k, v in part.items() if k != "type" and v is not None)
+        others = others or "nothing else"
         problem = f"has no field {name!r}" if text is None else f"has a {name!r} that is not text"
         reason = f"{where}: a part of type {kind!r} {problem} (it has {others})"
     raise RequestError(reason, param=where, code="unsupported_content")

@@ -283,13 +283,21 @@ def test_rows_of_nemo_gym_that_cannot_be_read(params: dict[str, Any], reason: st
         known_row({"responses_create_params": params}, "row 7")
 
 
-@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("system", "Be brief."),
+        ("system", [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]),
+        ("system_prompt", "Be brief."),
+        ("system_message", SYSTEM),
+    ],
+)
 def test_a_column_of_system_text_stands_before_the_messages_of_every_form(
-    tmp_path: Path, column: str
+    tmp_path: Path, column: str, value: Any
 ) -> None:
     """Once, where the messages begin with it already; in prompts of an environment too."""
     wrong = {"role": "assistant", "content": "5"}
-    about = {column: "Be brief."}
+    about = {column: value}
     forms: list[tuple[str, dict[str, Any]]] = [
         ("sft", {"messages": [USER, ANSWER]}),
         ("sft", {"messages": [{**SYSTEM, "content": "Be  brief.\n"}, USER, ANSWER]}),

@@ -22,8 +22,8 @@ from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
 from mlx_parallm.environments.dataset_rows import formed_rows, prompt_key, read_splits
 from mlx_parallm.environments.row_forms import (
     CONVERSATION_COLUMNS,
-    SYSTEM_COLUMNS,
     is_conversation,
+    system_texts,
     with_system,
 )
 from mlx_parallm.environments.row_images import (
@@ -142,7 +142,7 @@ def _prepared(
     refuse_other_media(row, place)
     name = next((name for name in ("prompt", "messages") if name in columns), None)
     names = [name] if name is not None else [each for each in columns if each in SIDES]
-    if any(isinstance(row.get(each), str) and row[each].strip() for each in SYSTEM_COLUMNS):
+    if system_texts(row, place):
         if names and not chat:
             raise ConfigError(
                 f"{place}: a system text needs the chat template: set data.prompt_format ="

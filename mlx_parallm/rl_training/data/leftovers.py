@@ -11,7 +11,7 @@ from mlx_parallm.environments.row_forms import (
     KTO_TAG,
     LAYOUT_COLUMNS,
     MESSAGE_COLUMNS,
-    SYSTEM_COLUMNS,
+    system_texts,
 )
 from mlx_parallm.environments.row_images import COLUMNS as IMAGE_COLUMNS
 from mlx_parallm.execution.chat_messages import ANSWERS
@@ -58,7 +58,7 @@ class Leftovers:
         read = {*columns}
         if chat and "text" not in columns:
             read |= {"tools", *IMAGE_COLUMNS}
-            read |= {name for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)}
+            read |= system_texts(row, "").keys()
         if algorithm == REWARD_MODEL:
             read.add("margin")
         if "label" in columns and row.get(KTO_TAG) == row["label"]:
