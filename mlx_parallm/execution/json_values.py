@@ -15,6 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 
+def whole_characters(text: str) -> str:
+    """Return a foreign text with U+FFFD in place of halves of surrogate pairs, which no UTF-8 can
+    hold and no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class _Printed:
     """A value that prints, and joins with text, as its JSON."""
 

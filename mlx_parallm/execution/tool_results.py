@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.json_values import whole_characters
 
 Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
@@ -53,8 +54,8 @@ def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:
 
 def bounded(name: str, result: ToolResult) -> ToolResult:
     """Return the result of tool `name` with a text of at most LONGEST_RESULT characters (and a
-    note that it was cut). More than LARGEST_RESULT characters of text or JSON are the failure
-    "too_large"."""
+    note that it was cut), and of whole characters. More than LARGEST_RESULT characters of text or
+    JSON are the failure "too_large"."""
     size = max(
         len(result.text), len(as_json(result.structured)) if result.structured is not None else 0
     )
@@ -64,10 +65,10 @@ def bounded(name: str, result: ToolResult) -> ToolResult:
             f" {LARGEST_RESULT:,} are taken: ask for less"
         )
         return ToolResult(words, error="too_large", seconds=result.seconds)
-    if len(result.text) <= LONGEST_RESULT:
-        return result
-    cut = f"{result.text[:LONGEST_RESULT]}\n[… cut: {len(result.text):,} characters]"
-    return replace(result, text=cut)
+    text = whole_characters(result.text)
+    if len(text) > LONGEST_RESULT:
+        text = f"{text[:LONGEST_RESULT]}\n[… cut: {len(text):,} characters]"
+    return result if text == result.text else replace(result, text=text)
 
 
 def as_json(value: Any) -> str:

@@ -85,6 +85,20 @@ def test_a_structured_result_is_bounded() -> None:
         assert large.error == "too_large" and large.structured is None and len(large.text) < 200
 
 
+def test_a_result_holds_whole_characters() -> None:
+    """A name of a file that is not UTF-8, or half an emoji: the prompt with it could not be read,
+    and a whole group was lost."""
+
+    def names(part: str) -> str:
+        if part == "none":
+            raise ValueError("no \udc80")
+        return f"a{part}\udc80 \ud83d\ude00"
+
+    with ToolClient(functions=[names]) as client:
+        texts = [client.call("names", {"part": part}).text for part in ("\ud800", "ü", "none")]
+    assert texts[:2] == ["a\ufffd\ufffd 😀", "aü\ufffd 😀"] and "no \ufffd" in texts[2]
+
+
 def test_the_specifications_client() -> None:
     def my_math_solver(expression: str) -> float:
         return float(expression.split("+")[0]) + float(expression.split("+")[1])

@@ -16,6 +16,7 @@ SCORE = (
     "def right(completions, answer):\n    return [float(c.strip() == a) for c, a in"
     " zip(completions, answer)]\n"
 )
+UNSURE = "def unsure(completions):\n    return [None if c == '?' else float(c) for c in completions]\n"
 POLITE = {"prompt": "Hello! Could you please kindly sort: ba", "mutation": "context-reduction"}
 
 
@@ -53,6 +54,25 @@ def test_a_rollout_rewards_the_rewriting_by_its_answers(tmp_path: Path) -> None:
             assert plain["reward"] == 0.5 and plain["stored"] is False and plain["buffer_size"] == 1
             lacks = client.post("/rollout", json=POLITE)
             assert lacks.status_code == 422 and "answer" in lacks.json()["error"]["message"]
+
+
+def test_an_answer_without_a_score_is_in_no_mean(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(UNSURE)
+    unsure = f'prompt_policy.rewards=["python:{tmp_path}/score.py:unsure"]'
+    texts = ["1", "?", "0", "?"]
+
+    def answer(path: str, body: Any) -> Any:
+        return 200, {}, {"choices": [{"message": {"content": text}} for text in texts]}
+
+    with scripted_http(answer) as (url, _):
+        task = [f"prompt_policy.task_url={url}", "prompt_policy.task_model=m", unsure]
+        with serving(tmp_path / "policy", *task) as client:
+            reply = client.post("/rollout", json=POLITE).json()
+            assert (reply["rewards"], reply["reward"]) == ([1, None, 0, None], 0.5)
+            texts[:] = ["?"] * 4
+            refused = client.post("/rollout", json=POLITE)
+            assert refused.status_code == 422 and "unsure" in refused.json()["error"]["message"]
+            assert client.get("/stats").json()["buffer_size"] == 1
 
 
 def test_a_verifiers_reward_counts_also_where_the_model_rewards_mutations(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_parallm.errors import EndpointError
+from mlx_parallm.execution.json_values import whole_characters
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.systems.prompt_policy.classifier import (
     Classified,
@@ -274,12 +275,6 @@ def mutate(prompt: str, mutation_type: str) -> Mutation | None:
     """Rewrite a prompt by the rule of this name; None: it would change nothing. Raises KeyError:
     no such rule."""
     return RULES[mutation_type](prompt, classify_prompt(prompt))
-
-
-def whole_characters(text: str) -> str:
-    """Return a model's text with U+FFFD in place of halves of surrogate pairs, which no UTF-8
-    can hold."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class ChatMutation:

@@ -228,12 +228,12 @@ class MutateAnswer(BaseModel):
 
 
 class RolloutAnswer(BaseModel):
-    """`stored`: the mean reward was stored as an experience; not if the prompt was left as it
-    is."""
+    """`rewards`: of each answer, null without a score; `reward`: the mean of the others.
+    `stored`: it was stored as an experience; not if the prompt was left as it is."""
 
     mutation: MutateAnswer
     answers: list[str]
-    rewards: list[float]
+    rewards: list[float | None]
     reward: float
     stored: bool
     buffer_size: int

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from fastapi import Request as HTTPRequest
 
 from mlx_parallm.errors import EndpointError, RefusedError, RolloutRejectedError
+from mlx_parallm.execution.json_values import whole_characters
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.server.generation import (
     UNNAMED,
@@ -27,7 +29,6 @@ from mlx_parallm.server.generation import (
 )
 from mlx_parallm.server.protocol.fields import QueueFields
 from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
-from mlx_parallm.systems.prompt_policy.mutations import whole_characters
 from mlx_parallm.types import Rollout, SamplingParams, Trajectory
 
 
@@ -88,14 +89,16 @@ class ServedAnswers:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Answers to one prompt, with the reward of each; `reward` is their mean."""
+    """Answers to one prompt, with the reward of each, None without a score; `reward` is the mean
+    of the others."""
 
     answers: list[str]
-    rewards: list[float]
+    rewards: list[float | None]
 
     @property
     def reward(self) -> float:
-        return sum(self.rewards) / len(self.rewards)
+        scored = [reward for reward in self.rewards if reward is not None]
+        return sum(scored) / len(scored)
 
 
 class TaskReward:
@@ -117,8 +120,8 @@ class TaskReward:
         """Answer and score a prompt. `columns`: what the functions compare with, e.g. {"answer":
         "42"}.
 
-        Raises RefusedError: the model cannot be asked (502), a reward function fails or lacks a
-        column (422).
+        Raises RefusedError: the model cannot be asked (502), a reward function fails, lacks a
+        column or scores none of the answers (422).
         """
         try:
             texts = await self._answers(prompt, request)
@@ -133,7 +136,11 @@ class TaskReward:
             scored = await scores if isawaitable(scores) else scores
         except RolloutRejectedError as error:
             raise RefusedError(f"no reward: {error}", 422, "columns") from error
-        return TaskResult(texts, [float(score["reward"]) for score in scored])
+        rewards = [None if UNSCORED in score else float(score["reward"]) for score in scored]
+        if not any(reward is not None for reward in rewards):
+            names = ", ".join(self._functions.names)
+            raise RefusedError(f"no reward: {names} scored none of the answers", 422, "columns")
+        return TaskResult(texts, rewards)
 
 
 def _trajectory(prompt: str, text: str) -> Trajectory:
