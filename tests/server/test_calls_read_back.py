@@ -1,5 +1,6 @@
 """A call that is rendered as its model writes it is read back equal, whole and streamed."""
 
+import json
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
@@ -112,13 +113,24 @@ def test_an_answer_that_is_cut_off_is_the_same_streamed(form: str) -> None:
     assert not found, found[0]
 
 
-def test_a_cut_text_with_a_nul_is_the_same_streamed() -> None:
-    """The text is read again at growing distances, so the stream showed a part before the NUL."""
-    reading = answer_format("pythonic", [])
-    text = f"<|tool_call_start|>[get(a=null, b='{'x' * 300}\0y', c=1"
-    whole = shown(reading.read(text, "length"))
-    assert whole[2][0][1].endswith('y"')
-    assert shown(streamed(reading, text, list(range(1, len(text))), complete=False)) == whole
+@pytest.mark.parametrize(
+    ("form", "before", "text", "after"),
+    [
+        ("pythonic", "<|tool_call_start|>[get(a=null, b='", f"{'x' * 300}\0y", "', c=1"),
+        # the text ends with a sign that its mark begins with
+        ("function_gemma", "<start_function_call>call:get{b:<escape>", "x <", "<escape>"),
+        ("gemma4", '<|tool_call>call:get{b:<|"|>', "x <|", '<|"|>'),
+    ],
+)
+def test_a_text_at_which_an_answer_is_cut_off_is_the_same_streamed(
+    form: str, before: str, text: str, after: str
+) -> None:
+    """It is read again at growing distances, so that a stream may have shown more, or less."""
+    reading, cut = answer_format(form, []), before + text + after
+    whole = shown(reading.read(cut, "length"))
+    [(_, arguments)] = whole[2]
+    assert arguments.endswith(f'"b": {json.dumps(text)[:-1]}' + '"' * (form == "pythonic"))
+    assert shown(streamed(reading, cut, list(range(1, len(cut))), complete=False)) == whole
 
 
 def test_every_format_has_a_renderer() -> None:
