@@ -156,22 +156,26 @@ def parse_tool_calls(
     """
     definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
     chosen = _chosen(formats, model_format, definitions)
-    own = model_format if "own" in chosen else None
-    found = partial(_calls_in, tools=definitions, formats=chosen, model_format=own)
-    begin = _answer_begin(text, thinking or THINKING, own, found)
-    parsed = found(text[begin:])
-    calls, malformed = (
-        [replace(e, start_pos=e.start_pos + begin, end_pos=e.end_pos + begin) for e in part]
-        for part in (parsed, parsed.malformed)
+    if "own" not in chosen:
+        model_format = None
+    calls_of = partial(_calls_in, tools=definitions, formats=chosen, model_format=model_format)
+    begin = _answer_begin(text, thinking or THINKING, model_format, calls_of)
+    parsed = calls_of(text[begin:])
+
+    def place(call: ToolCall | MalformedCall) -> dict[str, Any]:
+        return {"start_pos": call.start_pos + begin, "end_pos": call.end_pos + begin}
+
+    return ParsedCalls(
+        [replace(call, **place(call)) for call in parsed],
+        [replace(call, **place(call)) for call in parsed.malformed],
     )
-    return ParsedCalls(calls, malformed)
 
 
 def _answer_begin(
     text: str,
     thinking: tuple[str, str],
-    own: OwnFormat | None,
-    found: Callable[[str], ParsedCalls],
+    model_format: OwnFormat | None,
+    calls_of: Callable[[str], ParsedCalls],
 ) -> int:
     """Return the place behind the reasoning. One that does not end has drafts in the model's own
     format, but for the calls that the text ends with."""
@@ -179,12 +183,13 @@ def _answer_begin(
     at, opens = text.find(end), text.lstrip().startswith(start)
     if at >= 0:
         # a mark in an argument is text of it
-        is_mark = opens or not any(c.start_pos <= at < c.end_pos for c in found(text))
+        is_mark = opens or not any(c.start_pos <= at < c.end_pos for c in calls_of(text))
         return at + len(end) if is_mark and (opens or start not in text[:at]) else 0
-    if not opens or own is None or own.markers[0] not in text:
+    marker = "" if model_format is None else model_format.markers[0]
+    if not opens or not marker or marker not in text:
         return 0
-    for begun in [*re.finditer(re.escape(own.markers[0]), text)][-MOST_CALLS:]:
-        rest, calls = text[begun.start() :], found(text[begun.start() :])
+    for begun in [*re.finditer(re.escape(marker), text)][-MOST_CALLS:]:
+        rest, calls = text[begun.start() :], calls_of(text[begun.start() :])
         for first, last in sorted({(c.start_pos, c.end_pos) for c in calls}, reverse=True):
             rest = rest[:first] + rest[last:]
         if calls and not rest.strip():

@@ -16,7 +16,9 @@ SCORE = (
     "def right(completions, answer):\n    return [float(c.strip() == a) for c, a in"
     " zip(completions, answer)]\n"
 )
-UNSURE = "def unsure(completions):\n    return [None if c == '?' else float(c) for c in completions]\n"
+UNSURE = (
+    "def unsure(completions):\n    return [None if c == '?' else float(c) for c in completions]\n"
+)
 POLITE = {"prompt": "Hello! Could you please kindly sort: ba", "mutation": "context-reduction"}
 
 

@@ -131,7 +131,7 @@ def test_a_prompt_that_opened_the_thinking_begins_in_it():
     own = OwnFormat(form().tool_markers, form().parse)
     calls = parse_tool_calls(text, ["add"], model_format=own)
     assert [call.arguments for call in calls] == [{"a": 1}, {"a": 2}]
-    drafts = 'so TOOL: add(a=1), or\nadd(a=1)\n</think>add(a=2)'
+    drafts = "so TOOL: add(a=1), or\nadd(a=1)\n</think>add(a=2)"
     assert [call.arguments for call in parse_tool_calls(drafts, ["add"])] == [{"a": 2}]
 
 

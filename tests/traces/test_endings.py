@@ -151,9 +151,7 @@ def test_what_follows_an_answer_says_whether_it_was_whole(
         ({"status": "failed", "metadata": {"judge": "error"}}, False),
     ],
 )
-def test_a_row_says_how_its_last_answer_ended(
-    tmp_path: Path, about: Json, *, is_cut: bool
-) -> None:
+def test_a_row_says_how_its_last_answer_ended(tmp_path: Path, about: Json, *, is_cut: bool) -> None:
     """What it says of its task is not about the answer."""
     path = tmp_path / "chats.jsonl"
     turns = [("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "the beg")]

@@ -68,10 +68,10 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
     answers = _answers(columns, listed)
     report.expect(place, [*listed, *(answer for answer, _ in answers)])
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
-    said = chat_messages(listed)
+    chat = chat_messages(listed)
     ends = [] if answers else [ending_of(row)]  # of the last answer
-    prompt = [_weighed(message, report, place) for message in said[:-1]]
-    prompt += [_weighed(message, report, place, *ends) for message in said[-1:]]
+    prompt = [_weighed(message, report, place) for message in chat[:-1]]
+    prompt += [_weighed(message, report, place, *ends) for message in chat[-1:]]
     if answers:
         prompt = list(map(as_context, prompt))
     session = str(row.get("id") or place)
