@@ -9,8 +9,8 @@
     "function"  search(query="MLX"), for the names in `tools`
 
 A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall`
-beside the calls, never an exception. What it drafts in its reasoning is no call. Formats are tried in this order; a format does not see text
-that an earlier one has read.
+beside the calls, never an exception. What it drafts in its reasoning is no call. Formats are tried
+in this order; a format does not see text that an earlier one has read.
 """
 
 import html
