@@ -14,6 +14,8 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.run_files.metrics import MetricsFile
 
 EVALUATIONS_FILE = "evaluations.jsonl"
+MOST_UNSCORED = 0.5
+"""The share of an environment's problems without a score: the others are too few of them."""
 
 Line = dict[str, Any]
 
@@ -111,9 +113,9 @@ class EvaluationLog:
 
     def score(self, step: int, version: int) -> float | None:
         """Return the score of a checkpoint's weights; None if they were not evaluated, or the
-        reward that trained them liked one answer to all prompts."""
+        evaluation says nothing of them."""
         for line in self.done():
-            if (line["step"], line["version"]) == (step, version) and not has_collapsed(line):
+            if (line["step"], line["version"]) == (step, version) and not says_nothing(line):
                 return flat(line).get(self._metric or "")
         return None
 
@@ -122,7 +124,7 @@ class EvaluationLog:
         scored = [
             BestEvaluation(line["step"], line["version"], score)
             for line in self.done()
-            if not has_collapsed(line)
+            if not says_nothing(line)
             and (score := flat(line).get(self._metric or "")) is not None  # no answer was scored
         ]
         return max(scored, key=lambda each: each.score, default=None)
@@ -132,11 +134,17 @@ class EvaluationLog:
         return step == self.running
 
 
-def has_collapsed(line: Mapping[str, Any]) -> bool:
-    """Whether an evaluation (a line of evaluations.jsonl) says nothing of its weights: its reward
-    was trained on, and nearly all prompts got one answer."""
+def says_nothing(line: Mapping[str, Any]) -> str:
+    """Return why an evaluation (a line of evaluations.jsonl) says nothing of its weights; "": it
+    does."""
     parts = line["environments"].values()
-    return any(part.get("own_examiner") and part.get("one_answer") for part in parts)
+    if any(part.get("own_examiner") and part.get("one_answer") for part in parts):
+        return "nearly every held-out prompt gets one answer, and its reward was trained on"
+    for part in parts:
+        unscored = sum(each["greedy"] is None and not each["sampled"] for each in part["problems"])
+        if unscored > MOST_UNSCORED * len(part["problems"]):
+            return f"{unscored} of {len(part['problems'])} held-out problems have no score"
+    return ""
 
 
 def flat(line: Line) -> dict[str, float | None]:

@@ -185,6 +185,8 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
         doubt = row.doubt if change.mean > 0 else None
+        if down and not row.is_sure(higher=False):
+            down, doubt = False, f"{row.unscored}: with theirs it may be no worse"
         changes.append(
             HeldOutChange(
                 row.environment,

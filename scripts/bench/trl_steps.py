@@ -21,6 +21,20 @@ TINY = Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny"
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 TWO = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+TWICE = {"num_iterations": 2, "warmup_steps": 1}  # the second update's ratios are not 1
+SEQUENCE = {"importance_sampling_level": "sequence"}
+SMOOTHED = {"label_smoothing": 0.1}
+DPO_LOSSES = {
+    **{kind: {} for kind in ("ipo", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero")},
+    **{kind: {} for kind in ("apo_down", "discopop", "sigmoid_norm", "sft")},
+    **dict.fromkeys(("robust", "exo_pair"), SMOOTHED),
+}
+GRPO_LOSSES = {
+    **{kind: {} for kind in ("grpo", "bnpo", "dr_grpo", "sapo")},
+    "dapo": {"delta": 1.5, "epsilon_high": 0.28},
+    "cispo": {"epsilon_high": 1.05},
+    "luspo": SEQUENCE,
+}
 CASES = {
     "sft": ("SFT", {}),
     "sft in halves": ("SFT", HALVES),
@@ -36,13 +50,18 @@ CASES = {
     ),
     "sft, dft": ("SFT", {"loss_type": "dft"}),
     "dpo": ("DPO", {}),
-    "dpo, ipo": ("DPO", {"loss_type": "ipo"}),
+    **{f"dpo, {kind}": ("DPO", {"loss_type": kind} | more) for kind, more in DPO_LOSSES.items()},
     "dpo + sft": ("DPO", TWO),
     "dpo + sft in halves": ("DPO", TWO | HALVES | IN_ORDER),
     "kto": ("KTO", {}),
+    "kto, apo_zero_unpaired": ("KTO", {"loss_type": "apo_zero_unpaired"}),
     "grpo": ("GRPO", {}),
-    "grpo, two updates a batch": ("GRPO", {"num_iterations": 2, "warmup_steps": 1}),
-    "gspo": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+    "grpo, two updates a batch": ("GRPO", TWICE),
+    "gspo": ("GRPO", {"loss_type": "grpo"} | SEQUENCE),
+    **{
+        f"grpo, {kind}": ("GRPO", {"loss_type": kind} | TWICE | more)
+        for kind, more in GRPO_LOSSES.items()
+    },
 }
 SCRIPT = """
 import json, random, sys

@@ -15,7 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.rl_training.evaluation.evaluate import SOLVED
-from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
+    difference,
+    finite_or_none,
+    gain_is_sure,
+)
 from mlx_parallm.system.terminal import beginning_of
 from mlx_parallm.types import BETWEEN
 
@@ -46,6 +50,20 @@ class Comparison:
     one_answer: tuple[str, int] | None = None  # afterwards, of nearly all prompts
     # its rewards are unknown: it was evaluated outside its run
     may_have_trained: bool = False
+    # rewards of the problems that have one before or after alone
+    once: tuple[tuple[float | None, float | None], ...] = ()
+
+    def is_sure(self, *, higher: bool) -> bool:
+        """Whether a significant difference stays one whatever the missing rewards would have
+        been."""
+        pairs = [*self.rewards, *self.once]
+        return not self.once or gain_is_sure(pairs if higher else [pair[::-1] for pair in pairs])
+
+    @property
+    def unscored(self) -> str:
+        """How many problems have a reward on one side alone; "": none."""
+        few = f"{len(self.once)} of {len(self.rewards) + len(self.once)} problems were scored once"
+        return few if self.once else ""
 
     @property
     def doubt(self) -> str | None:
@@ -55,6 +73,8 @@ class Comparison:
         if self.one_answer is not None:
             text, count = self.one_answer
             return f"{count} of {len(self.rewards)} prompts get one answer: {text[:SHOWN]!r}"
+        if not self.is_sure(higher=True):
+            return f"{self.unscored}: with theirs it may be no better"
         if not self.own_examiner:
             return None
         names = ", ".join(self.own_examiner)
@@ -95,11 +115,12 @@ def compare(before: Line, after: Line) -> list[Comparison]:
             {p["key"]: p for p in then["problems"]},
             {e["key"]: e for e in then["examples"]},
         )
-        pairs = (
+        pairs = [
             (reward_of(earlier[p["key"]]), reward_of(p))
             for p in now["problems"]
             if p["key"] in earlier
-        )
+        ]
+        pairs = [pair for pair in pairs if pair != (None, None)]
         rewards = [(old, new) for old, new in pairs if old is not None and new is not None]
         examples = [
             (texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts
@@ -119,6 +140,7 @@ def compare(before: Line, after: Line) -> list[Comparison]:
                     both,
                     (same[0], same[1]) if same else None,
                     bool(after.get("unknown_training")),
+                    tuple(pair for pair in pairs if None in pair),
                 )
             )
     return comparisons
@@ -127,10 +149,11 @@ def compare(before: Line, after: Line) -> list[Comparison]:
 def reward_of(problem: Line) -> float | None:
     """Return the reward of the greedy answer to a problem, else the mean of the sampled ones; None:
     nothing scored them."""
-    sampled: Sequence[float] = problem["sampled"]
+    sampled: Sequence[float | None] = problem["sampled"]
     if problem["greedy"] is not None:
-        return float(problem["greedy"])
-    return sum(sampled) / len(sampled) if sampled else None
+        return finite_or_none(problem["greedy"])
+    scored = [each for each in map(finite_or_none, sampled) if each is not None]
+    return math.fsum(scored) / len(scored) if scored else None
 
 
 def accuracy_table(
@@ -157,22 +180,28 @@ def accuracy_table(
 def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
     """Say in a sentence which of the differences are significant, by
     `Difference.significant`."""
-    better: list[str] = []
-    worse: list[str] = []
-    unclear: list[str] = []
-    for name, before, after in (measure for row in comparisons for measure in row.measured):
-        change = difference(before, after)
-        (unclear if not change.significant else better if change.mean > 0 else worse).append(name)
-    doubts = {row.environment: row.doubt for row in comparisons if row.doubt is not None}
-    doubtful = [name for name in better if name.removesuffix(MEAN_REWARD) in doubts]
-    better = [name for name in better if name not in doubtful]
-    parts = [
-        (doubtful, f"cannot tell whether {b} is better than {a}"),
-        (better, f"{b} is better than {a}"),
-        (worse, f"{b} is worse than {a}"),
-        (unclear, "no significant difference"),
-    ]
-    text = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
+    words = {
+        "doubt": f"cannot tell whether {b} is better than {a}",
+        "better": f"{b} is better than {a}",
+        "worse": f"{b} is worse than {a}",
+        "unsure": f"cannot tell whether {b} is worse than {a}",
+        "unclear": "no significant difference",
+    }
+    names: dict[str, list[str]] = {kind: [] for kind in words}
+    for row in comparisons:
+        for name, before, after in row.measured:
+            change = difference(before, after)
+            if not change.significant:
+                kind = "unclear"
+            elif change.mean > 0:
+                kind = "better" if row.doubt is None else "doubt"
+            else:
+                kind = "worse" if row.is_sure(higher=False) else "unsure"
+            names[kind].append(name)
+    said = [f"{words[kind]}: {', '.join(of)}" for kind, of in names.items() if of]
+    if not said:
+        return "cannot tell: no problem was scored both times"
+    text = "; ".join(said)
     return f"{text} (at the 5% level each: of twenty such lines one differs by chance)"
 
 

@@ -6,6 +6,7 @@ The problem is the unit everywhere: several answers to one problem are first com
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -98,12 +99,46 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     return Difference(math.fsum(changes) / len(changes), *_bootstrap(changes), p, len(changes))
 
 
+def gain_is_sure(pairs: Sequence[tuple[float | None, float | None]]) -> bool:
+    """Whether values after are higher than before by more than chance, whatever the missing ones
+    (None, or not finite) would have been: each is taken as what speaks against it most.
+
+    Answers that have no score are seldom like those that have one. Manski 1990, Nonparametric
+    bounds on treatment effects. Worked: of (0, 1) six times and (0, None) nine times the nine are
+    taken as (0, 0): sure, p = 2 · ½⁶. Of (0.5, None) they are (0.5, 0): not sure.
+    """
+    finite = [tuple(map(finite_or_none, pair)) for pair in pairs]
+    values = [value for pair in finite for value in pair if value is not None]
+    filled = [
+        (
+            max(values) if before is None else before,
+            min(values) if after is None else after,
+        )
+        for before, after in finite
+        if before is not None or after is not None
+    ]
+    if not filled:
+        return False
+    change = difference(*map(list, zip(*filled, strict=True)))
+    return change.significant and change.mean > 0
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a value, None if it is not finite: it stands for nothing."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _shares(values: Sequence[float]) -> bool:
     return all(value in (0.0, 1.0) for value in values)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the middle 95% of the means of resampled problems, the same every time."""
+    """Return the middle 95% of the means of resampled problems, the same every time; of few
+    problems more than that.
+
+    The percentiles of n values alone hold 86% of six. These are the "expanded" ones of Hesterberg
+    2015, arXiv:1411.5279, section 5.4: Φ(-√(n / (n - 1)) · t) for 2.5%, t of n - 1 degrees.
+    """
     values_N, rng = np.asarray(values, np.float64), np.random.default_rng(0)
     rows = max(1, RESAMPLED_AT_ONCE // len(values_N))
     means = [
@@ -112,5 +147,16 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
         )
         for done in range(0, RESAMPLES, rows)
     ]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    tail = _tail(len(values_N))
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
+
+
+def _tail(n: int) -> float:
+    """Return the share beyond either end of the interval. Worked: 0.0026 of 6 values, 0.016 of 20;
+    t is Abramowitz and Stegun's 26.7.5."""
+    if n < 2:
+        return 0.0
+    free = n - 1
+    t = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)
+    return NormalDist().cdf(-math.sqrt(n / free) * t)

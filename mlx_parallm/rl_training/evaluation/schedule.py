@@ -42,7 +42,7 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
 from mlx_parallm.rl_training.evaluation.examiner import own_examiners
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, SpanEnded, Waiting
 from mlx_parallm.run_files.directory import checkpoints, moment
-from mlx_parallm.run_files.evaluations import EvaluationLog, flat, has_collapsed
+from mlx_parallm.run_files.evaluations import EvaluationLog, flat, says_nothing
 from mlx_parallm.run_files.trainer_state import TrainerState
 from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.log import get_logger
@@ -320,9 +320,9 @@ class Evaluations:
                 for evaluation in evaluations
             },
         }
-        if has_collapsed(line):
+        if reason := says_nothing(line):
             line["score"] = None
-            self._events.warn("nearly every held-out prompt gets one answer", step=running.step)
+            self._events.warn("the evaluation has no score", step=running.step, reason=reason)
         self._log.add(line)
         self._events.emit(SpanEnded("evaluate", running.step, ended - line["seconds"], ended))
         self._events.emit(EvaluationFinished(line))

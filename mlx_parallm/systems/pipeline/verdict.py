@@ -18,6 +18,8 @@ from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
     FEWEST,
     Difference,
     difference,
+    finite_or_none,
+    gain_is_sure,
 )
 from mlx_parallm.rl_training.monitor.row_signs import is_lost
 from mlx_parallm.run_files.samples import SAMPLES_FILE
@@ -38,6 +40,8 @@ LEAST_FALL = 0.01
 OTHERS = 20  # prompts whose references an answer is compared with
 
 IsKnown = Callable[[str], bool]
+Pair = tuple[float | None, float | None]
+"""A number before and after; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class HeldOutAnswer:
     prompt: str
     before: str
     after: str
-    rewards: tuple[float | None, float | None]
-    agreements: tuple[float | None, float | None] = (None, None)
+    rewards: Pair
+    agreements: Pair = (None, None)
     references: References = field(default_factory=list)
 
 
@@ -65,15 +69,15 @@ def verdict_on(
     """
     rewards = _both(each.rewards for each in answers)
     result: Json = {}
+    judged = [each.agreements if own_examiner else each.rewards for each in answers]
+    values = _both(judged)
     if own_examiner:
-        values = _both(each.agreements for each in answers)
         result["what"] = (
             "agreement of greedy answers to held-out prompts with the traces' good ones"
         )
         if rewards[0]:
             result["reward"] = {"before": _mean(rewards[0]), "after": _mean(rewards[1])}
     else:
-        values = rewards
         result["what"] = "reward of greedy answers to held-out prompts"
     if not values[0]:
         why = "no held-out prompt has a good answer to compare with" if own_examiner else "no score"
@@ -90,6 +94,10 @@ def verdict_on(
         "problems": change.problems,
     }
     verdict, reasons = _of_change(change)
+    if verdict in ("better", "worse") and not gain_is_sure(
+        judged if verdict == "better" else [pair[::-1] for pair in judged]
+    ):
+        verdict, reasons = "cannot tell", [_unscored(judged)]
     if verdict == "better" and (against := list(_against(answers, is_known))):
         verdict, reasons = "not better", against
     return result | _outcome(verdict, reasons)
@@ -102,8 +110,8 @@ def verdict_on_rows(
     rows: int,
     *,
     lower_is_better: bool = False,
-    losses: tuple[float, float] | None = None,
-    chosen: tuple[float, float] | None = None,
+    losses: Pair | None = None,
+    chosen: Pair | None = None,
 ) -> Json:
     """Return the verdict by a measure of held-out rows; None: it is not there.
 
@@ -113,32 +121,53 @@ def verdict_on_rows(
         chosen: log-probability of the good answers before and after. They can be told from the bad
             ones by a model that says nothing any more, so the share alone proves nothing.
     """
+    before, after = finite_or_none(before), finite_or_none(after)
     result: Json = {"what": what, "before": before, "after": after, "problems": rows}
     if before is None or after is None:
-        return result | _outcome("cannot tell", ["no row is held out"])
+        why = "it is not a finite number" if rows else "no row is held out"
+        return result | _outcome("cannot tell", [why])
+    loss, logps = _known(losses), _known(chosen)
+    if (losses and loss is None) or (chosen and logps is None):
+        why = "the loss or the good answers' log-probability is not a finite number"
+        return result | _outcome("cannot tell", [why])
     if rows < FEWEST:
         few = (
             f"{rows} held-out rows are too few to tell a difference from chance: at least {FEWEST}"
         )
         return result | _outcome("cannot tell", [few])
-    margin = LEAST_FALL * abs(before) if lower_is_better else _chance(before, after, rows)
-    if losses is not None and abs(losses[1] - losses[0]) < LEAST_FALL * abs(losses[0]):
-        same = f"their loss is what it was, {losses[0]:.4g} → {losses[1]:.4g}"
+    if loss and abs(loss[1] - loss[0]) < LEAST_FALL * abs(loss[0]):
+        same = f"their loss is what it was, {loss[0]:.4g} → {loss[1]:.4g}"
         return result | _outcome("not better", [same])
-    if chosen is not None and is_lost(*chosen):
+    if logps and is_lost(*logps):
         lost = (
-            f"the good answers' log-probability went from {chosen[0]:.3g} to {chosen[1]:.3g}: the"
+            f"the good answers' log-probability went from {logps[0]:.3g} to {logps[1]:.3g}: the"
             " model gives them no more"
         )
         return result | _outcome("not better", [lost])
-    if abs(after - before) <= margin:
+    if lower_is_better:
+        may_be_chance = abs(after - before) <= LEAST_FALL * abs(before)
+    else:
+        may_be_chance = _differ_by_chance(before, after, rows)
+    if may_be_chance:
         return result | _outcome("not better", ["the difference may be chance"])
     return result | _outcome("better" if (after < before) == lower_is_better else "worse", [])
 
 
-def _chance(before: float, after: float, rows: int) -> float:
-    """Return what two shares of as many rows differ by at most in 95 of 100 cases of chance."""
-    return 1.96 * math.sqrt((before * (1 - before) + after * (1 - after)) / rows)
+def _known(pair: Pair | None) -> tuple[float, float] | None:
+    """Return the two numbers of a pair; None: one of them is missing."""
+    before, after = map(finite_or_none, pair or (None, None))
+    return None if before is None or after is None else (before, after)
+
+
+def _differ_by_chance(before: float, after: float, rows: int) -> bool:
+    """Whether two shares of as many rows are within what 95 of 100 cases of chance hold.
+
+    One row more on either side, in both shares (Agresti and Caffo 2000): of few rows, a share of 1
+    would have no spread. Worked: 3 and 6 of 6 are 0.5 and 0.875, of which chance holds 0.415.
+    """
+    one, other = ((share * rows + 1) / (rows + 2) for share in (before, after))
+    spread = math.sqrt((one * (1 - one) + other * (1 - other)) / (rows + 2))
+    return abs(other - one) <= 1.96 * spread
 
 
 def verdict_on_lines(method: str, lines: Sequence[Mapping[str, Any]], rows: int) -> Json:
@@ -157,7 +186,7 @@ def verdict_on_lines(method: str, lines: Sequence[Mapping[str, Any]], rows: int)
     )
 
 
-def _held_out(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
+def _held_out(lines: Sequence[Mapping[str, Any]], name: str) -> Pair | None:
     """Return a number of the held-out rows before the first step and after the last; None: one of
     them is missing."""
     before = [line[key] for line in lines if (key := f"eval_before/{name}") in line]
@@ -239,8 +268,11 @@ def _against(answers: Sequence[HeldOutAnswer], is_known: IsKnown | None) -> list
     """Return what speaks against answers whose number is higher."""
     reasons = []
     after = [each.after for each in answers]
-    firsts = [str(each.references[0]) if each.references else each.before for each in answers]
-    if (same := one_answer(after)) is not None and one_answer(firsts) is None:
+    wanted = [
+        str(each.references[0]) if each.references else each.prompt + str(n)
+        for n, each in enumerate(answers)
+    ]
+    if (same := one_answer(after)) is not None and one_answer(wanted) is None:
         reasons.append(f"{same[1]} of {len(after)} prompts get one answer: {same[0][:40]!r}")
     if (blind := _blind(answers)) is not None:
         reasons.append(blind)
@@ -281,11 +313,20 @@ def _blind(answers: Sequence[HeldOutAnswer]) -> str | None:
 
 
 def _both(
-    pairs: Iterable[tuple[float | None, float | None]],
+    pairs: Iterable[Pair],
 ) -> tuple[list[float], list[float]]:
     """Return the values before and after of those that have both."""
-    whole = [(before, after) for before, after in pairs if before is not None and after is not None]
+    whole = [known for pair in pairs if (known := _known(pair)) is not None]
     return [before for before, _ in whole], [after for _, after in whole]
+
+
+def _unscored(pairs: Sequence[Pair]) -> str:
+    """Say how many prompts have a score on one side alone."""
+    once = sum((finite_or_none(a) is None) != (finite_or_none(b) is None) for a, b in pairs)
+    return (
+        f"{once} of {len(pairs)} prompts have a score before or after alone: with theirs the"
+        " difference may be none"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
