@@ -518,8 +518,11 @@ class RolloutManager(RolloutScheduler):
         if reason is None:
             return None, not stored
         # a reason is shown once; run.log has every group
-        shown = {FILE_ONLY: True} if words_of(reason) in self._logged_reasons else {}
-        self._logged_reasons.add(words_of(reason))
+        words = words_of(reason)
+        hidden = words in self._logged_reasons or self._may_end_now(result)
+        if not hidden:
+            self._logged_reasons.add(words)
+        shown = {FILE_ONLY: True} if hidden else {}
         log.warning("group dropped", group=result.group.group_id, reason=reason, **shown)
         if self._on_failure is not None:
             self._on_failure(result.group, reason)

@@ -53,6 +53,9 @@ would fail too."""
 ALIKE_FROM_THE_START = 8
 """The same if no group worked yet and all failed for one reason that will not pass
 (`GroupResult.may_pass`)."""
+SHOWN_AFTER_S = 10.0
+"""A failure of a run in which no group has worked is shown after as long: most end before, and their
+last line has the reason."""
 # `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
 LAST_STEPS_S = 2.0
 
@@ -98,6 +101,7 @@ class RolloutScheduler(ABC):
         self._stored: set[str] = set()
         self._stopping = False
         self._failure: BaseException | None = None
+        self._failing_since: float | None = None  # the first failed group
         self._thread: threading.Thread | None = None
         self._make_players = tuple(players)
         self._players: list[GroupPlayer] = []
@@ -380,6 +384,14 @@ class RolloutScheduler(ABC):
             key=lambda queue: queue.cursor,
             default=None,
         )
+
+    def _may_end_now(self, result: GroupResult) -> bool:
+        """Whether a failed group is one of the first, none has worked, and the failure stays: then
+        the run ends within seconds, and its end says why."""
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+        young = self._clock() - self._failing_since < SHOWN_AFTER_S
+        return young and not result.may_pass and not any(each.may_work for each in self._queues)
 
     def _give_up_at_last(self, reason: str) -> None:
         failures = sum(queue.failures_in_a_row for queue in self._queues)

@@ -6,6 +6,7 @@ import itertools
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.load import load_config, parse_config
@@ -611,3 +612,12 @@ async def test_a_reward_may_be_async_and_leave_a_response_out():
 
     rollouts = await score_group(judge, [trajectory("a"), trajectory("b")])
     assert [rollout.zero_advantage for rollout in rollouts] == [False, True]
+
+
+async def test_answers_that_nothing_scores_are_warned_of_once(functions, informative_logs) -> None:
+    made = functions("def f(completions, **_):\n    return [None] * len(completions)\n")
+    with capture_logs() as warned:
+        for _ in range(3):
+            assert all(UNSCORED in each for each in await scores(made, "4", "5"))
+    [line] = warned
+    assert "no reward function scores" in line["event"] and line["functions"] == ["f"]

@@ -322,7 +322,8 @@ class Evaluations:
         }
         if reason := says_nothing(line):
             line["score"] = None
-            self._events.warn("the evaluation has no score", step=running.step, reason=reason)
+            if not any(evaluation.failed for evaluation in evaluations):  # that is said above
+                self._events.warn("the evaluation has no score", step=running.step, reason=reason)
         self._log.add(line)
         self._events.emit(SpanEnded("evaluate", running.step, ended - line["seconds"], ended))
         self._events.emit(EvaluationFinished(line))
