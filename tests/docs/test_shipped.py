@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli
 from hatchling.builders.wheel import WheelBuilder
 
 from mlx_parallm.config.load import load_config
@@ -140,11 +141,44 @@ INSTALLS_BY_NAME = re.compile(r"pip install [^\n`]*\bmlx[-_]parallm(?![\w.-]*\.w
 def test_nobody_is_told_to_install_it_by_name() -> None:
     """It is on no index: whoever registers the name would own these machines. `mlx-parallm` in a
     pip command is a mistake until then."""
-    files = [*pages(), *CONFIGS, *sorted((ROOT / "mlx_parallm").rglob("*.py"))]
-    files += sorted((ROOT / "examples").rglob("*.py"))
-    texts = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
     assert [
         name
-        for name, text in texts.items()
+        for name, text in shipped_texts()
         if INSTALLS_BY_NAME.search(text) or "mlx-parallm[" in text
     ] == []
+
+
+def shipped_texts() -> Iterator[tuple[str, str]]:
+    """Yield each text that a user may read, with its name."""
+    files = [*pages(), *CONFIGS, *sorted((ROOT / "mlx_parallm").rglob("*.py"))]
+    for folder in ("examples", "clients", "scripts"):
+        files += [each for each in sorted((ROOT / folder).rglob("*")) if each.suffix in READ]
+    files += [ROOT / "Makefile", ROOT / "Dockerfile.dev"]
+    for file in files:
+        yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+
+
+READ = (".py", ".toml", ".md", ".sh")
+INSTALL = re.compile(r"\b(?:pip3? install|uv (?:add|pip|run|sync|tool))\b([^\n]*)")
+NAMED = re.compile(r"\[([a-z][a-z,-]*)\]|--(?:extra|group)[ =]([a-z-]+)")
+IN_WORDS = re.compile(r"\bextras? (`[a-z-]+`(?:(?:, | and | or )`[a-z-]+`)*)")
+
+
+def extras_of(text: str) -> set[str]:
+    """The extras that a text tells to install."""
+    named: set[str] = set()
+    for line in INSTALL.findall(text):
+        for pair in NAMED.findall(re.sub(r"mlx\[cpu\]", "", line)):
+            named |= {extra for group in pair for extra in group.split(",") if extra}
+    for names in IN_WORDS.findall(text):
+        named |= set(re.findall(r"`([a-z-]+)`", names))
+    return named
+
+
+def test_every_extra_that_is_named_is_one_of_the_project() -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [(name, extra) for name, text in shipped_texts() for extra in extras_of(text)]
+    assert [each for each in named if each[1] not in project["optional-dependencies"]] == []
+    assert len({extra for _, extra in named}) > 12
+    wrong = "`pip install '.[no-such]'  # or [other]`, the extras `third` and `fourth`, uv sync --extra fifth"
+    assert extras_of(wrong) == {"no-such", "other", "third", "fourth", "fifth"}
