@@ -54,8 +54,8 @@ ALIKE_FROM_THE_START = 8
 """The same if no group worked yet and all failed for one reason that will not pass
 (`GroupResult.may_pass`)."""
 SHOWN_AFTER_S = 10.0
-"""A failure of a run in which no group has worked is shown after as long: most end before, and their
-last line has the reason."""
+"""A failure of a run in which no group has worked is shown after as long: most end before, and
+their last line has the reason."""
 # `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
 LAST_STEPS_S = 2.0
 

@@ -2,6 +2,7 @@
 calls gave at another time."""
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ UNANSWERED: tuple[Failure, ...] = ("timeout", "server")  # failures of the tool'
 LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest is cut
 # characters of a text, or of a structured result as JSON; a larger one is a failure
 LARGEST_RESULT = 1_000_000
+WRAPPED = 4  # how often a result may be JSON within a text, or all that "result" holds
+FENCED = re.compile(r"^\s*```(?:json)?\s*\n(.*)\n\s*```\s*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,20 @@ class ToolResult:
     @property
     def value(self) -> Any:
         """The structured result, or the text read as JSON: servers without output schemas send
-        that, whole or as a structured text. None: it is neither."""
-        content = self.structured
-        if isinstance(content, Mapping) and set(content) == {"result"}:
-            content = content["result"]
-        if content is not None and not isinstance(content, str):
-            return content
-        try:
-            return json.loads(self.text if content is None else content)
-        except ValueError:
-            return content
+        that, whole, in a fence, within a text or under "result". None: it is neither."""
+        whole = self.text if self.structured is None else self.structured
+        content = whole
+        for _ in range(WRAPPED):
+            if isinstance(content, Mapping) and set(content) == {"result"}:
+                content = content["result"]
+            elif isinstance(content, str):
+                try:
+                    content = json.loads(FENCED.sub(r"\1", content))
+                except (ValueError, RecursionError):
+                    break
+            else:
+                break
+        return None if content is self.text else content
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:

@@ -12,6 +12,7 @@ labelled.
 import itertools
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ class LearnedReward(BaseModel):
         that is the same in all episodes but for rounding has the weight 0.
 
         Raises ConfigError: fewer than 10 good or 10 bad labels, not one label for each trajectory,
-        a negative l2, or no scikit-learn.
+        a label that is neither true nor false, a negative l2, or no scikit-learn.
         """
         require("a reward that is fitted to labels", "sklearn")
         from sklearn.linear_model import LogisticRegression
@@ -81,6 +82,11 @@ class LearnedReward(BaseModel):
             raise ConfigError(
                 f"learned reward: {len(labels)} labels for {len(trajectories)} trajectories"
             )
+        for number, label in enumerate(labels):
+            if label not in (True, False):
+                raise ConfigError(
+                    f"learned reward: label {number} is {label!r}: expected true or false"
+                )
         positive = sum(bool(label) for label in labels)
         negative = len(labels) - positive
         if min(positive, negative) < LEAST_OF_EACH:
@@ -97,9 +103,11 @@ class LearnedReward(BaseModel):
         constant_C = np.sqrt(scaler.var_) <= CONSTANT * np.abs(counted_N_C).max(axis=0, initial=1.0)
         scaler.scale_[constant_C] = 1.0
         standard_N_C = np.where(constant_C, 0.0, scaler.transform(counted_N_C))
-        fitted = LogisticRegression(
-            C=1 / l2 if l2 else np.inf, solver="newton-cholesky", tol=TOLERANCE
-        ).fit(np.hstack([standard_N_C, present_N_P]), np.asarray(labels, bool))
+        with warnings.catch_warnings():  # what the solver cannot do another one does
+            warnings.simplefilter("ignore")
+            fitted = LogisticRegression(
+                C=1 / l2 if l2 else np.inf, solver="newton-cholesky", tol=TOLERANCE
+            ).fit(np.hstack([standard_N_C, present_N_P]), np.asarray(labels, bool))
         weights = fitted.coef_[0]
         weights[: len(constant_C)][constant_C] = 0.0
         return cls(
@@ -224,7 +232,8 @@ def _phrases(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    return WORD.findall(text.lower())
+    # halves of a character are signs that no file can hold
+    return WORD.findall(text.lower().encode("utf-8", "replace").decode())
 
 
 def _sigmoid(value: float) -> float:

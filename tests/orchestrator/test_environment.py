@@ -204,6 +204,10 @@ def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:
         ("", {"result": {"distance": 118.3}}, {"distance": 118.3}),
         ("it flew far", None, None),
         ("", {"result": "it flew far"}, "it flew far"),
+        ('```json\n{"distance": 1}\n```', None, {"distance": 1}),
+        ('{"result": {"distance": 1}}', None, {"distance": 1}),
+        ('"{\\"distance\\": 1}"', None, {"distance": 1}),
+        ("[" * 200_000, None, None),
     ],
 )
 def test_json_that_a_tool_answers_as_text_is_its_result(

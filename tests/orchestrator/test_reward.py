@@ -137,6 +137,12 @@ def test_steps() -> None:
         # units and their powers, names with digits
         ("42 m/s^2", 42, True),
         ("42 m/s²", 42, True),
+        *[(f"It is {text}", 42, True) for text in ("42 m·s⁻¹", "42 m^{2}", "42 m**2", "**42**")],
+        *[(text, 42, True) for text in ("4.2 × 10^1", "4.2·10¹", "4.2e1", "答案是42。", "42です")],
+        ("−300", -300, True),
+        ("北京是首都", "北京", True),
+        *[(text, "B", True) for text in (r"\boxed{B}", "Option B is right", "I choose B")],
+        ("I choose a banana", "A", False),
         ("It is 42 m2.", 42, True),
         ("42m^-2", 42, True),
         ("x1 is 42", 42, True),

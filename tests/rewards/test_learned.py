@@ -119,6 +119,30 @@ def test_held_out_episodes_are_told_apart(tmp_path):
     assert binary == [float(score >= 0.5) for score in scores]
 
 
+@pytest.mark.parametrize("label", [None, math.nan, 0.9, "good"])
+def test_what_is_no_label_is_refused(label):
+    rows, labels = episodes(60, 1)
+    with pytest.raises(ConfigError, match="label 7"):
+        LearnedReward.fit(rows, [*labels[:7], label, *labels[8:]])
+
+
+@pytest.mark.filterwarnings("error")
+def test_episodes_that_are_alike_or_apart_are_no_warning_of_the_solver():
+    labels = [True, False] * 20
+    alike = LearnedReward.fit([trajectory("the same")] * 40, labels)
+    assert alike.score(trajectory("other")) == pytest.approx(0.5)
+    apart = [trajectory("good one" if label else "bad one") for label in labels]
+    assert LearnedReward.fit(apart, labels, l2=0.0).score(apart[0]) > 0.99
+
+
+def test_half_a_character_is_kept_in_a_file(tmp_path):
+    labels = [True, False] * 20
+    rows = [trajectory(f"\ud83d yes {n}" if label else "no") for n, label in enumerate(labels)]
+    model = LearnedReward.fit(rows, labels)
+    model.save(tmp_path / "r.json")
+    assert LearnedReward.load(tmp_path / "r.json").score(rows[0]) == model.score(rows[0])
+
+
 def test_the_order_of_the_rows_does_not_matter():
     rows, labels = episodes(60, seed=3)
     model, other = LearnedReward.fit(rows, labels), LearnedReward.fit(rows[::-1], labels[::-1])

@@ -198,10 +198,10 @@ def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
             else:
                 kind = "worse" if row.is_sure(higher=False) else "unsure"
             names[kind].append(name)
-    said = [f"{words[kind]}: {', '.join(of)}" for kind, of in names.items() if of]
-    if not said:
+    sentences = [f"{words[kind]}: {', '.join(of)}" for kind, of in names.items() if of]
+    if not sentences:
         return "cannot tell: no problem was scored both times"
-    text = "; ".join(said)
+    text = "; ".join(sentences)
     return f"{text} (at the 5% level each: of twenty such lines one differs by chance)"
 
 

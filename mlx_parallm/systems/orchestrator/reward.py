@@ -28,13 +28,19 @@ EXACT = 1e-9  # relative tolerance of math_reward
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 # digits that are not a number: of a unit's power, behind a number or not ("m/s^2", "m2"), of a name
 # ("x1")
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # no spaces between words
+_LETTER = rf"[^\W\d_{_CJK}]"
+_POWER = r"(?:\s*+\^\s*+\{?[-+]?\d++\}?|\*\*[-+]?\d++(?!\*))"
 _IN_A_WORD = re.compile(
-    r"(?<![^\W\d_])(?!(?<=\d)[eE][-+]?\d)[^\W\d_]++(?:\s*+\^\s*+[-+]?\d++|\d++)|\^\s*+[-+]?\d++"
+    rf"(?<!{_LETTER})(?!(?<=\d)[eE][-+]?\d){_LETTER}++(?:{_POWER}|\d++)|\^\s*+\{{?[-+]?\d++"
 )
+_RAISED = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*+[×xX·⋅*]\s*+10(?:\^|\*\*)\{?([-+]?\d++)\}?")
 # a letter that an answer marks as chosen: "(A)", "*A*", "answer: A", "is A.", "option A", "A) …"
 _MARKED_LETTER = re.compile(
-    r"[(\[*]\s*+([^\W\d_])\s*+[)\]*]"
-    r"|(?:\b(?:answer|option|choice|is)\b|:)\s*+\**+([^\W\d_])\b(?!'|\s+\w)"
+    r"[(\[*{]\s*+([^\W\d_])\s*+[)\]*}]"
+    r"|(?:\b(?:answer|option|choice|choose|pick|is)\b|:)\s*+\**+([^\W\d_])\b(?!'|\s+\w)"
+    r"|\b(?:option|choice)\s++\**+([^\W\d_])\b(?!')"
     r"|^\s*+([^\W\d_])\s*+[).:]",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -311,6 +317,8 @@ def matches(answer: str, expected: Any, tolerance: float) -> bool:
     if re.search(r"[^\w\s.,;:!?'\"-]", text):  # "C++" is not "C"
         wanted_text, spaced = " ".join(text.split()), " ".join(answer.split())
         return bool(re.search(rf"(?<!\w){re.escape(wanted_text)}(?!\w)", spaced, re.IGNORECASE))
+    if re.search(f"[{_CJK}]", text):
+        return text.casefold() in answer.casefold()
     words, wanted_words = _words(answer), _words(text)
     if len(wanted_words) == 1 and wanted_words[0] in ARTICLES:
         return words == wanted_words
@@ -339,7 +347,9 @@ def nearly(name: str, names: Sequence[str]) -> str | None:
 def last_number(text: str | None) -> float | None:
     """Return the last number in a text, "1,234.5" as well, or None. Digits within a
     word or a power of a unit ("m/s^2", "m2", "x1") are none."""
-    for digits in reversed(_NUMBER.findall(_IN_A_WORD.sub(" ", text or ""))):
+    plain = (text or "").replace("\u2212", "-")  # the minus sign
+    plain = re.sub("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda power: "^" + power[0].translate(_RAISED), plain)
+    for digits in reversed(_NUMBER.findall(_IN_A_WORD.sub(" ", _TIMES_TEN.sub(r"e\1", plain)))):
         if any(character.isdigit() for character in digits):
             return _number(digits.replace(",", ""))
     return None

@@ -316,7 +316,7 @@ def _both(
     pairs: Iterable[Pair],
 ) -> tuple[list[float], list[float]]:
     """Return the values before and after of those that have both."""
-    whole = [known for pair in pairs if (known := _known(pair)) is not None]
+    whole = [numbers for pair in pairs if (numbers := _known(pair)) is not None]
     return [before for before, _ in whole], [after for _, after in whole]
 
 
