@@ -130,7 +130,7 @@ class PromptImage:
     """An image of a prompt, as the model's tower reads it."""
 
     digest: str  # SHA-256 of what its features are computed from, in hexadecimal digits
-    text: str  # what is in a prompt for it
+    text: str  # the text that stands for the image in a prompt
     tokens: int  # image tokens in `text`: one for each of its features
     # frames, rows and columns of its tokens, if its model gives them their own positions
     grid: tuple[int, int, int] | None = None
@@ -151,6 +151,11 @@ class Request:
     priority: int = 0  # lower goes first
     opens_text: bool = False  # the completion begins its own text, as a chat's answer does
     images: tuple[PromptImage, ...] = ()  # in the order of their tokens in the prompt
+
+    def samples_from(self, adapter: str | None) -> bool:
+        """Return whether its tokens are drawn from this adapter (None: the base) as it is served:
+        a policy is trained on no others."""
+        return self.adapter == adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +400,7 @@ class EngineStats:
     accepted_draft_tokens: int = 0  # … and how many of them were sampled
     kv_tokens: int = 0  # positions of the running sequences, shared ones counted in each
     kv_bytes: int = 0  # memory of their keys and values
-    kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts
+    kv_bytes_shared: int = 0  # bytes saved by sharing prompts
     kv_layout: str = ""  # "tokens", "rectangle" or "rows" (engine/cache/batch.py)
     # seconds of all steps, by part (live_requests.STEP_PARTS)
     step_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -223,7 +223,7 @@ class SharedWeights:
         self.policy = policy
         self.lock = ReadWriteLock()
         self.shelf: AdapterShelf | None = None
-        self.faults = DeviceFaults()  # of the device: after one nothing new is served
+        self.faults = DeviceFaults()  # after a fault of the device no new weights are served
         self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
         self._model = model
         self._parameters = parameter_slots(model)
@@ -471,7 +471,7 @@ class WeightsProof:
     """
 
     def __init__(self) -> None:
-        self._zeros: dict[str, int] = {}  # of what is served
+        self._zeros: dict[str, int] = {}  # number of zeros in each served array
 
     def check(
         self,

@@ -112,7 +112,7 @@ class BalancedClient(EngineClient):
         for request, mailbox in letters:
             try:
                 mailbox.loop.call_soon_threadsafe(self._run_here, engine, request, mailbox)
-            except RuntimeError:  # its loop has ended: no caller waits there any more
+            except RuntimeError:  # the loop has ended, so no caller waits
                 engine.released(request.request_id)
 
     def _run_here(self, engine: RankEngine, request: Request, mailbox: Mailbox) -> None:

@@ -141,7 +141,7 @@ class RankEngine:
         self._lost = False
         self._letters: dict[str, tuple[Request, Mailbox]] = {}
         self._choices = 0  # choices in these letters
-        self._streamed: set[str] = set()  # those of which the client has seen something
+        self._streamed: set[str] = set()  # requests of which the client has seen a part
         self._returning: set[str] = set()  # given back, and not yet released
         self._aborted: set[str] = set()  # ids of these letters' aborted requests
         self._orders: dict[int, Future[bool]] = {}
@@ -218,7 +218,7 @@ class RankEngine:
     def _read(self) -> None:
         try:
             with self._connection:
-                message = received(self._connection)  # as long as it loads the model it is silent
+                message = received(self._connection)  # a rank that loads its model is silent
                 while message is not None:
                     self._take(message)
                     message = self._heartbeat.next()

@@ -141,7 +141,7 @@ class OnlyTokens:
         allowed[list(ids)] = True
         self._bits = np.packbits(allowed, bitorder="little")
         self._matcher = matcher
-        self.forces = _no_choice(self._bits, frozenset())  # as a Matcher's
+        self.forces = _no_choice(self._bits, frozenset())  # same meaning as `Matcher.forces`
 
     @property
     def error_code(self) -> str:

@@ -384,7 +384,7 @@ def _parts(schema: Mapping[str, Any]) -> int:
 
 
 def _merged_references(root: Any) -> Iterator[str]:
-    """The `$ref`s whose targets are parts of objects that are put together."""
+    """The `$ref`s whose targets are combined with other schemas of one object."""
     seen: set[str] = set()
     waiting = [(schema, False) for schema in _schemas(root)]
     while waiting:

@@ -35,7 +35,7 @@ _MASK64 = (1 << 64) - 1
 
 class Status(Enum):
     WAITING = auto()  # in the queue
-    PREFILLING = auto()  # its prompt is being computed; a row is promised
+    PREFILLING = auto()  # the prompt is being computed; a row is reserved
     RUNNING = auto()  # has a row and decodes
     FINISHED = auto()
 
@@ -187,7 +187,7 @@ class Sequence:
         )
 
     def prompt_experts(self) -> tuple[PromptExperts, ...]:
-        """The experts of the prompt's tokens before its last one, as far as they are recorded."""
+        """The recorded experts of the prompt's tokens before its last one."""
         if self.prompt_routes is None or self.routing is None:
             return ()
         return self.prompt_routes.experts(self.routing)

@@ -241,7 +241,7 @@ class EnvironmentSource(ABC):
 
     def tools_of(self, task: Task) -> EpisodeTools | None:
         """Return the tools of the policy in the episodes of a task. Raises ConfigError: it
-        names a tool that there is not."""
+        names an unknown tool."""
         if self.tools is None or task.tool_names is None:
             return self.tools
         return (

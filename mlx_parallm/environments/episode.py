@@ -335,7 +335,7 @@ class Episode:
         self._turns.append(Turn(text_of(prompt), text))
 
     def _new_text(self, prompt: Prompt) -> str:
-        """Return a text as it is, and of messages those that are new since the last turn."""
+        """Return a text unchanged; of messages, only those added since the last turn."""
         last = self._last
         seen = (
             0
@@ -394,7 +394,7 @@ class Episode:
         return (*self._turn_rewards, *[0.0] * without) if self._turn_rewards else ()
 
     def trajectory(self, failure: str | None) -> Trajectory:
-        """Return the episode as far as it came; its rollout is not scored."""
+        """Return the unfinished episode; its rollout is not scored."""
         *earlier, final = self._sequences or [SequenceRecorder(())]
         temperature, last, reason = self._policy.temperature, self._last, "error"
         if failure is None and last is not None:

@@ -180,7 +180,7 @@ class Collector:
         self._changed = threading.Condition()  # guards what follows
         # groups that were started and are not ready, in their order
         self._order: deque[str] = deque()
-        self._early: dict[str, Group] = {}  # those of them that an earlier one holds back
+        self._early: dict[str, Group] = {}  # finished groups that wait for an earlier one
         self._ready: deque[Group] = deque()
         self._outstanding = 0  # groups that were requested and not taken
         self._ended = self._closed = False
@@ -540,7 +540,7 @@ def _trajectories(result: GroupResult, temperature: float) -> Group:
         return group
     if not group:
         return failed_trajectories(plan.group_id, plan.size, temperature, failure)
-    # its reward failed
+    # the reward failed
     marked = (dataclasses.replace(trajectory.rollout, error=failure) for trajectory in group)
     return tuple(
         dataclasses.replace(each, rollout=rollout)

@@ -88,7 +88,7 @@ def _count_long_rows(source: EnvironmentSource, policy: EpisodePolicy, limit: st
             fits = len(policy.ids(prompt, source.config, options)) < policy.longest
         except RolloutRejectedError:
             fits = False
-        except RequestError:  # the template's: the run reports it
+        except RequestError:  # an error of the chat template, which the run reports
             continue
         if not fits:
             places.append(where)

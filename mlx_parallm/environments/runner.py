@@ -9,7 +9,7 @@
 The completions of a group's first turn come from one request, so they share one prefill (except
 if an environment's `step` decides what it asks). Every other turn is a request that holds the
 whole sequence (`episode.py`). Whatever goes wrong in an episode is a recorded result: `run` returns
-a `GroupResult` with the reason, and with the rollouts as far as they came.
+a `GroupResult` with the reason, and with the incomplete rollouts.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _PlayedEpisode:
     trajectory: Trajectory
-    may_pass: bool  # its failure
+    may_pass: bool  # whether the failure may be temporary
     never_done: int  # turns, if the environment did not end it; else 0
 
 

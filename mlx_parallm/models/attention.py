@@ -48,8 +48,8 @@ class RoutedLatent(RoutedKeys):
 
 
 def route_attention(model: nn.Module) -> bool:
-    """Let calls of the model's attention layers come here; return whether there are any. Those
-    of other models of the same modules do too."""
+    """Route calls of the model's attention layers to this module, and those of other models of the
+    same classes; return whether there are any."""
     modules = {
         sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__
     }

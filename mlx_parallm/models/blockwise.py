@@ -121,7 +121,7 @@ class BlockwiseModel:
         self.slots = ParameterSlots(model)
         self.feature_slopes: mx.array | None = None
         self._features = features
-        # those of `slots`, and the features behind them
+        # gradients of `slots`, then those of the image features
         self._places = ParameterSlots(model, features.table.held if features else None)
         self._own = own_slots(self._places.names, features)
         self._between_blocks = between_blocks

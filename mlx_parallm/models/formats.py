@@ -297,7 +297,7 @@ def safetensors_header(file: Path) -> dict[str, Any] | None:
 
 
 def numbers_in(header: Mapping[str, Any]) -> int:
-    """How many numbers the tensors of a `safetensors_header` have."""
+    """Return the number of parameters in a `safetensors_header`."""
     return sum(
         math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
     )

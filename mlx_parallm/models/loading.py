@@ -58,7 +58,13 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("model")
 TOKENIZER_FILES = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model", "*.bpe*")
 INDEXED = 2**31 - 1  # numbers of an array that 32 bits count
-TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")  # of model.chat_template
+TEMPLATE_SUFFIXES = (
+    ".jinja",
+    ".jinja2",
+    ".j2",
+    ".txt",
+    ".json",
+)  # files that model.chat_template may name
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
     "vocab_size": 1 << 24,
@@ -166,7 +172,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         SystemError,
     ) as error:
         raise load_fault(path, model_config, error, own_values(model_config)) from error
-    give_back_freed_memory()  # that held the weights as on disk
+    give_back_freed_memory()  # the memory of the weights as they were read
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
 
 
@@ -249,7 +255,9 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         )
     ends = end_tokens(path, read_config(path))
     if is_generic(path):
-        extra["config"] = PreTrainedConfig()  # of no family: transformers keeps the class
+        extra["config"] = (
+            PreTrainedConfig()
+        )  # a config of no family: transformers keeps the tokenizer class
     try:
         return Tokenizer(
             load_wrapper(path, extra, ends),

@@ -66,7 +66,7 @@ def load_quantized(
         path, lazy=True, trust_remote_code=trust_remote_code, model_config=fixed
     )
     config["quantization"] = quantize_layers(model)
-    # that file's code does not go into the cache
+    # code from the checkpoint is not copied into the cache
     if entry is not None and "model_file" not in config:
         _keep(entry, key, model, config)
     return model, config

@@ -72,7 +72,7 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
             f"{own_values(config)}"
         ) from error
     finally:
-        # as it was: what is drawn later does not depend on the lazy initial weights
+        # restore the random state, which the lazy initial weights have advanced
         mx.random.seed(high << 32 | low)
 
 

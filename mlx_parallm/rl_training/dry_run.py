@@ -349,7 +349,7 @@ class DryRun:
         forecast = Forecast(
             memory_seen=memory,
             memory_most=at_most(memory, by_formula) if self._measurable else memory,
-            memory_present=min(whole, free + memory),  # what this process has is free again
+            memory_present=min(whole, free + memory),  # this process gives its memory back
             steps=steps,
             checkpoint=planned.checkpoint_bytes() + self._companions(),
             checkpoints=min(kept, -(-steps // training.checkpoint_interval)),

@@ -162,7 +162,7 @@ class RolloutBuffer:
         # What a former process left is not an answer to our requests, and perhaps of weights that
         # were lost with it.
         self._restored = frozenset(store.known_ids())
-        self._step = 0  # that is being collected
+        self._step = 0  # the step that is being collected
         self._begin()
         self._poll()
 

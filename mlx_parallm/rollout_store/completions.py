@@ -100,7 +100,7 @@ class KeptCompletions:
         if not self.enabled:
             return
         answer: _KeptAnswer | None = None
-        if any(request.adapter != self._policy_adapter for request in requests):
+        if not all(request.samples_from(self._policy_adapter) for request in requests):
             reason = "was not sampled from the policy that is being trained, but from another model"
             refusal = 409, reason
         elif refused := next(filter(None, map(_refusal, requests)), None):

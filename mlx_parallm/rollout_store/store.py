@@ -106,7 +106,7 @@ class GroupRecord:
     environment: str
     source: str
     state: str
-    step: int | None  # that took or dropped it
+    step: int | None  # the step that took or dropped the group
     reason: str | None
     received: float  # Unix time
     first_version: int | None

@@ -25,11 +25,11 @@ log = get_logger("train")
 
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
-MARKS_FILE = "marks.jsonl"  # what people ordered while the run continued
+MARKS_FILE = "marks.jsonl"  # orders given while the run continued
 LOCK_FILE = ".lock"
 # the newest checkpoint; the one at total_steps; the best so far
 LATEST, FINAL, BEST = "latest", "final", "best"
-USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # what says that a run has been here
+USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # one of these files: the directory holds a run
 _CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 
 

@@ -59,7 +59,9 @@ class GroupCounts:
     too_old: int = 0
     mismatched: int = 0
     last_received: float | None = None
-    statistics: Metrics | None = None  # its groups as a metrics line; only for a run without steps
+    statistics: Metrics | None = (
+        None  # its groups, in the form of a metrics line; only for a run without steps
+    )
     unreadable: str | None = None
 
 

@@ -63,7 +63,7 @@ SHOWN = (
     "skipped_steps",
     "time_train_s",
 )
-"""Metrics of the table, as far as they are known; means over the replayed steps."""
+"""The known metrics of the table: means over the replayed steps."""
 
 Line = dict[str, Any]
 
@@ -236,10 +236,10 @@ class _Stored:
         return set()
 
     def take(self, group_ids: Collection[str], step: int) -> None:
-        """The run's own step has it."""
+        """Do nothing: the recorded step has taken it."""
 
     def drop(self, group_ids: Collection[str], step: int, reason: str) -> None:
-        """The same."""
+        """Do nothing: the recorded step has dropped it."""
 
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
         return False

@@ -210,7 +210,7 @@ def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
 def _weights(
     checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]
 ) -> dict[str, Any]:
-    """Return the kind of weights, how many numbers they have, and an adapter's settings."""
+    """Return the kind of weights, their number of parameters, and an adapter's settings."""
     if ADAPTER_FILE in headers or (checkpoint / ADAPTER_CONFIG).exists():
         if ADAPTER_FILE not in headers:
             problems.append(f"{ADAPTER_FILE} is missing")

@@ -211,7 +211,7 @@ class MemoryGuard:
         over_stop = self.stop < 1 and use.share >= self.stop
         over_pause = self.pause < 1 and use.share >= self.pause
         if not (over_pause or over_stop):
-            if self.paused:  # between the mark and BELOW of it
+            if self.paused:  # less than the mark, but not yet below BELOW of it
                 self._end_vain_pause(use)
             return
         if not self._released:  # caches count too: the next look says what is left
@@ -242,7 +242,7 @@ class MemoryGuard:
             return
         if self._idle_since is None:
             self._idle_since = now
-            self._admission.release()  # those of what has ended meanwhile
+            self._admission.release()  # for requests that have ended meanwhile
         elif now - self._idle_since >= IDLE_PAUSE_S:
             self.paused, self._goes_on = False, True
             self._admission.resume()

@@ -233,7 +233,7 @@ class _CheckSteps:
                 parts = self._parts_of(schema[key])
                 steps += max((self._count(part, value) for part in parts), default=0)
         if "unevaluatedProperties" in schema or "unevaluatedItems" in schema:
-            steps *= 2  # what lies beside it is asked once more
+            steps *= 2  # its siblings are counted once more
         self._pairs[pair] = steps
         return steps
 

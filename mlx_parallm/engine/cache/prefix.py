@@ -25,7 +25,7 @@ from typing import Any
 
 from mlx_parallm.engine.prompt_routes import Piece
 
-Key = tuple[Hashable, str | None]  # what identifies the weights, cache_salt
+Key = tuple[Hashable, str | None]  # (an identity of the weights, cache_salt)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class PrefixCache:
         self._touch(chunks)
         start = chunks[-1].stop if chunks else 0
         size = len(tokens) - start
-        # its first snapshot's too: without one it is of no use
+        # room for the first snapshot too: a segment without one cannot be used
         room = size + (self.snapshot_tokens or 0)
         if not size or start + room > self.max_tokens or not self._make_room(room, len(chunks)):
             return None

@@ -55,7 +55,7 @@ def rows_of(prompts: Iterable[PromptRows]) -> list[int]:
 
 
 def worth_a_segment(positions: int, rows: int) -> bool:
-    """True when so much of a prompt is held once for `rows` rows instead of in each."""
+    """Return whether `rows` rows share one copy of this part of the prompt."""
     return positions >= PRIVATE_FROM or (rows > 1 and positions >= SHARED_FROM)
 
 

@@ -63,7 +63,7 @@ class Pool:
         self.compiled = False  # whether the step's attention is `attention_of_rows`
         # [n or 1, 1, 1, span] bool: visible positions of each row; None: all
         self.mask: mx.array | None = None
-        self.bias: mx.array | None = None  # the same for `attention_of_rows`
+        self.bias: mx.array | None = None  # the mask for `attention_of_rows`
 
     @property
     def stop(self) -> int:

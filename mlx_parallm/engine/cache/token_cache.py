@@ -224,7 +224,7 @@ class TokenCache:
         self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED
     ) -> None:
         self.kv_format = kv_format
-        self.layers: list[TokenLayer] = []  # those of keys and values
+        self.layers: list[TokenLayer] = []  # the layers with keys and values
         self._states = RowStates()
         self._model_caches = [self._served(cache) for cache in make_prompt_cache(model)]
         if not self.layers:

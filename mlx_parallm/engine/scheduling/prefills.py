@@ -100,7 +100,7 @@ class PrefillChunk:
     stop: int
     first_row: int
     prompts: tuple[PromptRows, ...]
-    save: PrefixSave | None = None  # what the prefix cache keeps afterwards
+    save: PrefixSave | None = None  # the part that the prefix cache keeps afterwards
 
     @property
     def sources(self) -> list[int]:

@@ -228,7 +228,7 @@ class CacheRoom:
             if not (sequence.finished or sequence.is_new) or not sequence.feeds_prefix_cache:
                 continue
             only_began, sequence.is_new = not sequence.finished, False
-            if only_began and self.begins_late:  # its prefill has kept the prompt
+            if only_began and self.begins_late:  # the prefill has stored the prompt already
                 continue
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:

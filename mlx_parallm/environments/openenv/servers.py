@@ -74,7 +74,7 @@ class Server:
         self.sessions -= 1
 
     def note_full(self) -> None:
-        """Remember how many sessions it takes: those that it has, or, if none is ours, none for a
+        """Note that the server is full: it takes no more sessions than ours now, or none for a
         while."""
         now = time.monotonic()
         if self.sessions > 0:

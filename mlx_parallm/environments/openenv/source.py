@@ -164,7 +164,7 @@ class OpenEnvSource(EnvironmentSource):
         self.rewards = self._scores = (
             RewardFunctions.from_config(config, columns=None)
             if config.rewards
-            else RewardFunctions.none()  # those of the turns are the server's
+            else RewardFunctions.none()  # rewards of turns come from the server
         )
         command = command_of(settings.command) if settings.command else ()
         self.servers = Servers(

@@ -603,7 +603,7 @@ class Processes:
                         waiting.append(entry.path)
             except (FileNotFoundError, PermissionError):
                 continue  # it was removed meanwhile, or may not be entered
-            except OSError:  # its path is too long
+            except OSError:  # path too long
                 return float("inf")
         for name in (f"{pid}/fd/{name}" for pid in pids for name in self._list(f"{pid}/fd")):
             try:

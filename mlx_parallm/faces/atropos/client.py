@@ -94,7 +94,7 @@ class AtroposPoller:
         self._store = store
         self._registration = registration
         self._vocab_size = vocab_size
-        self._experts = experts  # as `AtroposSettings.experts`
+        self._experts = experts  # see `AtroposSettings.experts`
         self._policy_version = policy_version
         self._temperature = temperature
         self._missing_logprobs = missing_logprobs

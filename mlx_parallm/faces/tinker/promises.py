@@ -23,7 +23,7 @@ from mlx_parallm.server.errors import ServerBusyError
 POLL_S = 25.0  # a long poll's limit; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
 UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
-NEEDED_S = 900.0  # the same where their memory is needed
+NEEDED_S = 900.0  # the same when the memory is needed
 # that a promise takes beside its result: its object, its id, its place in the queues
 PROMISE_BYTES = 2048
 JSON = "application/json"

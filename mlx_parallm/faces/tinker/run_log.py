@@ -66,7 +66,7 @@ class SampleRecord:
     temperature: float
     logprobs: np.ndarray
     stopped: bool = True
-    generation: int = 0  # of the weights: number of checkpoints loaded before
+    generation: int = 0  # number of checkpoints loaded before
 
 
 class SampleRecords:
@@ -94,7 +94,9 @@ class _Since:
     loss: float = 0.0
     datums: int = 0
     tokens: int = 0
-    samples: dict[str, SampleRecord] = field(default_factory=dict)  # that were trained on
+    samples: dict[str, SampleRecord] = field(
+        default_factory=dict
+    )  # the samples that were trained on
     times: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each request
     # tokens of each request
     numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class TinkerRunLog:
         self.recorded, self._run = recorded, run
         self._since = _Since()
         self._step = step  # the last line's step
-        self.generation = 0  # of the weights: number of checkpoints loaded
+        self.generation = 0  # number of checkpoints loaded
         self._loaded = ""  # the checkpoint that the model went back to since then
 
     def note(
@@ -164,7 +166,7 @@ class TinkerRunLog:
             values["rolled_back_to"], self._loaded = self._loaded, ""
         for name, key in LINE_KEYS.items():
             if numbers := since.numbers.get(name):
-                _, _, reduction = name.partition(":")  # as chunks of a call are put together
+                _, _, reduction = name.partition(":")  # how the chunks of a call are reduced
                 values[key] = _REDUCED[reduction](numbers)
         values |= _lengths(list(since.samples.values()))
         self.recorded.stepped(self._step, values, (*since.times, (began, now)))

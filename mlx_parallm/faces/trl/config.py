@@ -35,14 +35,14 @@ the behaviour here."""
 NOT_HERE = NAMES.refused
 """name → (the values that switch it off, beside None; what to use instead)."""
 VALUES_NOT_HERE = NAMES.refused_values
-"""TRL's argument and a value of it that there is not → what to use instead."""
+"""TRL's argument and an unsupported value of it → what to use instead."""
 
 
 class TrainerConfig(Options):
     """The arguments that all trainers have in common. None leaves an argument at its default, but
     for max_length.
 
-    Raises ConfigError: a name that there is not, or that means nothing here.
+    Raises ConfigError: an unknown name, or one that means nothing here.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
@@ -202,7 +202,7 @@ class TrainerConfig(Options):
 
 
 def _refuse_values(kind: str, name: str, value: Any) -> None:
-    """Raises ConfigError: a value of TRL's that there is not here."""
+    """Raises ConfigError: a value of TRL's that is not supported."""
     for each in value if isinstance(value, list | tuple) else (value,):
         if isinstance(each, str) and (name, each) in VALUES_NOT_HERE:
             instead = VALUES_NOT_HERE[name, each]

@@ -44,7 +44,7 @@ NOT_HERE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("device", "hf_device_map"), "MLX holds its arrays in one memory"),
 }
-"""Names of torch's and transformers' models that there are not → what to use instead."""
+"""Names of torch's and transformers' models that are missing here → what to use instead."""
 
 
 class ModelMethods:

@@ -177,7 +177,7 @@ class TRLTrainer(TrainerAttributes):
         self.schedule = self._schedule()
         self._lora = lora_settings(peft_config)
         self._template = _chat_template(processing_class, self._base)
-        self._configuration()  # its errors come here, not in train
+        self._configuration()  # raise its errors now, not in train
         self._open: _TrlRun | None = None
 
     # ------------------------------------------------------------------ parts of the four trainers

@@ -184,7 +184,7 @@ def _exp2(x: mx.array) -> mx.array:
 
 
 def row_maxima(x: mx.array) -> mx.array:
-    """`x.max(axis=-1, keepdims=True)`. MLX's reduction of rows goes one number at a time on the
+    """`x.max(axis=-1, keepdims=True)`. MLX's reduction of rows reads one number at a time on the
     CPU, comparing two halves many."""
     while x.size >= LEAST_TO_FOLD and x.shape[-1] > 1 and on_cpu():
         half = (x.shape[-1] + 1) // 2

@@ -35,7 +35,7 @@ def scale_of_its_type(model: nn.Module, published: Published) -> None:
     inner: Any = model.language_model.model if "language_model" in model else model.model
     inner.__class__ = _scaled(type(inner))
     inner.embedding_scale = float(inner.args.hidden_size**0.5)  # rounded on multiplication
-    inner.args = dataclasses.replace(inner.args, hidden_size=1)  # its own scale is 1 now
+    inner.args = dataclasses.replace(inner.args, hidden_size=1)  # so its own embedding scale is 1
 
 
 @once

@@ -48,7 +48,9 @@ class Rope(nn.Module):
         self.longest = turns.longest
         self._factor = turns.factor
         with np.errstate(divide="ignore"):
-            self._freqs = mx.array(np.float32(1) / turns.inverse)  # as mx.fast.rope takes them
+            self._freqs = mx.array(
+                np.float32(1) / turns.inverse
+            )  # in the form that mx.fast.rope takes
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """[..., positions, head] → the same. Raises ModelError: a text longer than `longest`."""

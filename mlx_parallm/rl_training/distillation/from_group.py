@@ -105,7 +105,7 @@ class GroupTeacher:
             if best:
                 agrees[row] = float(best[0][0] == token)
             if keep is not None and best:
-                # fewer than are wanted: places without mass, on tokens that are not among them
+                # fewer candidates than wanted: fill up with other tokens, of probability 0
                 chosen = best[:keep]
                 others = (other for other in range(self._vocab_size) if other not in by_id)
                 padding = [(next(others), -math.inf) for _ in range(keep - len(chosen))]

@@ -107,7 +107,7 @@ class Teachers(StepCompanion):
     # ------------------------------------------------------------------ who teaches what
 
     def teaches(self, group: RolloutGroup) -> bool:
-        """Raises ConfigError: its row names a teacher that there is not."""
+        """Raises ConfigError: its row names an unknown teacher."""
         return self._prompt_of(group)[0] is not None
 
     def dataset_completion(self, group: RolloutGroup) -> Rollout | None:

@@ -150,7 +150,7 @@ class EvaluatedProblem:
     """One problem and all answers to it."""
 
     key: str
-    prompt: str  # its last message
+    prompt: str  # the last message of the prompt
     expected: str | None
     greedy: EvaluatedAnswer | None
     sampled: tuple[EvaluatedAnswer, ...]

@@ -284,7 +284,7 @@ class TrainingDisplay:
         keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
         shown = {key: _rounded(metrics[key]) for key in keys if metrics.get(key) is not None}
         if "eval/loss" in shown and shown.get("heldout_score") == _rounded(-metrics["eval/loss"]):
-            del shown["heldout_score"]  # the same number with another sign
+            del shown["heldout_score"]  # the loss, with another sign
         self._logged_health = self.health()
         self._log(
             "step",

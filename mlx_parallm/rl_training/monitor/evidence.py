@@ -140,7 +140,7 @@ class Arrivals:
     times: int = 0  # how often, among the newest rejections
     silent_s: float | None = None  # since anything came, if that is too long
     paused: str = ""  # who has paused the engine
-    endless: str = ""  # what run.log tells about episodes that nothing ends
+    endless: str = ""  # run.log's line about episodes that do not end
 
 
 def values_of(window: Window, key: str) -> list[float]:

@@ -9,7 +9,7 @@ from mlx_parallm.rl_training.step.memory import Lengths
 
 
 class PlannedCompanion:
-    """A part of the estimate, by its name there."""
+    """One part of the memory estimate, under the name that the plan prints."""
 
     part: ClassVar[str]
 

@@ -67,7 +67,7 @@ class ModelShape:
     products: int = 0  # numbers of AdaLoRA's B, saved with and without E
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
-    small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
+    small: int = 0  # trained parameters whose optimizer states are never in 8 bits
     routes: int = 0  # bytes of a sampled token's recorded experts, if they are repeated
     tower: int = 0  # bytes of the part that sees
     eye: TowerShape | None = None  # the tower, if it has one

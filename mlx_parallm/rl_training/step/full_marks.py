@@ -34,7 +34,7 @@ class FullMarks:
     full: int = 0
     full_pieces: int = 0
     prompts: int = 0  # different ones, of the answers with full marks
-    prompts_alike: int = 0  # those for which the most frequent text has full marks
+    prompts_alike: int = 0  # prompts for which the most frequent text has full marks
 
     def __add__(self, other: "FullMarks") -> "FullMarks":
         mine, others = asdict(self), asdict(other)

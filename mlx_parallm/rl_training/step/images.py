@@ -81,7 +81,7 @@ class StepImages(StepCompanion):
 
     @property
     def gradient(self) -> FeatureGradient | None:
-        """The features that a gradient goes to; None: nothing that makes them is trained."""
+        """Image features that need a gradient; None: the tower is not trained."""
         if not self._trained:
             return None
         return FeatureGradient(self._table, [*self._parts.encoder.modules])

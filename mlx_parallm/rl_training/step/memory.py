@@ -97,7 +97,7 @@ class TrainedSize:
 
     @property
     def held(self) -> int:
-        """Bytes of states and gradients, and of all copies of the trained numbers.
+        """Bytes of states and gradients, and of all copies of the trained parameters.
 
         Those are an adapter's own arrays and the versions that are kept; a float32 copy of all
         weights, if they are narrower; a rollback's copies; the KL's reference.
@@ -122,7 +122,7 @@ class TrainedSize:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint: the trained numbers, the optimizer's state, masters if they
+        """Bytes of a checkpoint: the trained parameters, the optimizer's state, masters if they
         differ, the reference if nothing else knows it."""
         if not self.lora.enabled:
             copies = (self.width != FLOAT) + (self.reference == "ema")

@@ -203,7 +203,7 @@ class TrainedPolicy:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained parameters."""
         return sum(array.size for array in self.slots.read())
 
     @contextmanager

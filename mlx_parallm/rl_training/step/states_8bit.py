@@ -173,7 +173,7 @@ def in_pieces(
 
 
 def _pieces(size: int) -> Iterator[Callable[[mx.array], mx.array]]:
-    """Yield what cuts a piece out of an array of so many numbers, or of their blocks."""
+    """Yield the slices that cut an array of this size, or its blocks, into pieces."""
     for start in range(0, size, PIECE):
 
         def piece(array: mx.array, start: int = start) -> mx.array:
@@ -188,5 +188,5 @@ def _joined(parts: list[mx.array]) -> mx.array:
 
 
 def padded(size: int) -> int:
-    """So many numbers in whole blocks."""
+    """Return the size rounded up to whole blocks."""
     return math.ceil(size / BLOCK) * BLOCK

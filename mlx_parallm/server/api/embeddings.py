@@ -32,7 +32,7 @@ router = json_router("openai")
 class EmbeddingBody(QueueFields, Body):
     model: str | None = None
     input: Prompt
-    dimensions: int | None = Field(None, ge=1)  # the first so many numbers of the vector
+    dimensions: int | None = Field(None, ge=1)  # length to which the vector is cut
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     pooling: Pooling | None = None  # default: server.embedding_pooling

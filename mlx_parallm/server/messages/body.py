@@ -76,7 +76,7 @@ class CountTokensBody(Body):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
-    output_format: OutputFormat | None = None  # its older place
+    output_format: OutputFormat | None = None  # older spelling of output_config.format
     context_management: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -93,7 +93,7 @@ class AnswerParts:
         )
 
 
-MOST_CALLS = 64  # that an answer may end with which has not ended its reasoning
+MOST_CALLS = 64  # calls at the end of an answer whose reasoning was not closed
 MOST_WORK = 10_000_000
 """Characters that are read, in one answer, to tell whether markers are in arguments: a
 degenerate answer has no end of them. Beyond it every marker counts."""

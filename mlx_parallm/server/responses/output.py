@@ -70,7 +70,7 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def _delta(self, text: str, **more: Any) -> Event:
-        """The event of this much more."""
+        """Return the event that carries this piece of text."""
 
     @abstractmethod
     def _close(self) -> list[Event]:

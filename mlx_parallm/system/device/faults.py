@@ -20,7 +20,7 @@ from types import ModuleType
 
 from mlx_parallm.errors import DeviceFaultError
 
-TEXT_LENGTH = 400  # of the driver's text, in ours
+TEXT_LENGTH = 400  # characters of the driver's text in our message
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Listener:
 
     def __init__(self, directory: Path, limit_s: float) -> None:
         self._directory, self._limit_s = directory, limit_s
-        self._times: dict[str, float] = {}  # as they were last seen
+        self._times: dict[str, float] = {}  # last time of each sign
         self._silent: dict[str, float] = {}
         self._longest: dict[str, float] = {}
         self._signs: dict[str, float] = {}

@@ -19,7 +19,7 @@ from mlx_parallm.models.parameters import check_weights
 from mlx_parallm.system.files import TEMPORARY, sync, write_problem
 from mlx_parallm.systems.experts.expert import KINDS, ExpertConfig, RNNExpertBase, make_expert
 
-CONFIG_KEY = "expert"  # of safetensors' metadata; in npz an array of UTF-8 bytes
+CONFIG_KEY = "expert"  # key in safetensors' metadata; in npz an array of UTF-8 bytes
 SUFFIXES = (".safetensors", ".npz")
 
 

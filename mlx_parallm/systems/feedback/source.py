@@ -171,7 +171,7 @@ class FeedbackSource(RolloutSource):
 
     def _is_policy(self, request: Request) -> bool:
         lora = self._context.config.rl_training.lora.enabled
-        return request.adapter == (POLICY if lora else None)
+        return request.samples_from(POLICY if lora else None)
 
     def heard(self) -> None:
         """Wake the worker: something new was written. From any thread."""

@@ -54,7 +54,7 @@ class OrchestratorConfig:
     """
 
     max_steps: int = 50
-    max_expert_steps: int = 20  # of one delegation
+    max_expert_steps: int = 20  # in one delegation
     tool_call_timeout: float | None = None
     cache_tool_calls: bool = True  # of the planner's calls; `ToolClient` says of which tools
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -139,7 +139,7 @@ class Orchestrator:
         self.answer: str | None = None
         self.total_reward = 0.0
         self.calls: list[CallRecord] = []
-        self.actions: list[str] = []  # as they were written
+        self.actions: list[str] = []  # as the planner wrote them
         self.results: list[str] = []
         self.expert_steps: list[ExpertSteps] = []
         self.delegations_failed: list[bool] = []  # of those that had an expert and right arguments

@@ -36,7 +36,7 @@ class HybridMessage(BaseModel):
 
 
 class HybridRequest(BaseModel):
-    """OpenAI's body, as far as it means something here; anything else is an error."""
+    """The supported part of OpenAI's body; another field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 

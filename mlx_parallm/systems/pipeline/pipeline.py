@@ -165,7 +165,7 @@ class RLTrainer:
         already,
             those of `GRPODatasetBuilder` (`offline_groups.OfflineGroupTrainer`).
 
-    Raises ConfigError: a method that there is not, rewards for one without, or what the trainer
+    Raises ConfigError: an unknown method, rewards for one without, or what the trainer
     refuses.
     """
 

@@ -20,7 +20,7 @@ from mlx_parallm.types import Trajectory
 COLUMN = "references"
 AGREEMENT = f"python:{__name__}:agreement"
 AROUND_CALL = 64  # characters around the name and the arguments of a call
-CALLS = "calls"  # of a reference that is not text: a run that ends without one
+CALLS = "calls"  # a reference whose last answer is tool calls, not text
 
 References = list[str | Json]
 

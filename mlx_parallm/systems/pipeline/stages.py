@@ -113,7 +113,7 @@ TOOL_NAMES = "tool_names"
 TOOLS_FILE, WARM_ROWS, LENGTH_FILE = "tools.json", "good.jsonl", "longest_answer"
 SPARE_TOKENS = 32
 # of held-out rows, where no reward judges answers
-FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
+FEW_ROWS = 10  # with so few rows one pass is trained: more would learn them by heart
 GROUPS = 16  # prompts of one step
 EXAMPLES = 8
 LAST_STEPS = 5
@@ -464,7 +464,7 @@ class Stages:
         if not self._learns_a_reward or not rows.is_file() or not rows.stat().st_size:
             return None, 0
         text = dataset_toml(self.options.base_model, str(rows), (), "sft")
-        # those of the model; the others are meant for the training on rewards
+        # keep settings of the model; the others are for the training on rewards
         kept = [each for each in self.options.settings if each.startswith(("model.", LORA))]
         plain = load(None, kept, text=text)
         if not plain.rl_training.lora.enabled:
@@ -475,7 +475,7 @@ class Stages:
             "rl_training.run_name": WARM,
             "rl_training.checkpoint_dir": str(directory),
             "rl_training.total_steps": steps,
-            # of the held-out rows' loss: few rows are soon learned by heart
+            # keep the checkpoint with the lowest held-out loss: few rows are soon learned by heart
             "rl_training.checkpoint_interval": ROUND // EVALUATIONS,
             "data.eval_every": ROUND // EVALUATIONS,
             **self.hardware.settings(plain.data.max_length),

@@ -52,8 +52,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Order = Literal["recorded", "easy_first", "hard_first"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 FEEDBACK = "feedback"
-AUTO = "auto"  # of the classifier: anybody else's label counts more
-PERMUTATIONS = 128  # of MinHash: its estimate of similarity is off by 0.09 at most
+AUTO = "auto"  # label of the classifier; any other label has precedence
+PERMUTATIONS = 128  # MinHash: the similarity estimate is within 0.09
 SHINGLE = 5  # words
 SHOWN_LEFTOVERS = 5
 LABEL_WORDS = {"good": 1.0, "bad": 0.0, "up": 1.0, "down": 0.0}
@@ -136,7 +136,7 @@ class _Row:
     data: Json
     run: _Run  # the opening of its session decides train or test
     good: bool = True
-    traces: int = 1  # that are in it
+    traces: int = 1  # number of traces in the row
 
 
 def score_of(trace: Trace) -> float | None:

@@ -16,7 +16,7 @@ from mlx_parallm.systems.traces.schema import Json
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus, TurnTokens
 
 MOST_CHOICES = 1024
-_NOT_KEPT = {"index"}  # of a streamed tool call
+_NOT_KEPT = {"index"}  # keys of a streamed tool call that are dropped
 _HEAD = ("id", "model", "usage", "prompt_token_ids")
 
 

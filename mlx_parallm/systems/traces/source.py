@@ -79,7 +79,7 @@ class SessionRewards(RolloutSource):
         adapter = POLICY if context.config.rl_training.lora.enabled else None
 
         def is_policy(request: Request) -> bool:
-            return request.adapter == adapter
+            return request.samples_from(adapter)
 
         self.router = session_router(recorder, is_policy=is_policy, trained=self._take)
 

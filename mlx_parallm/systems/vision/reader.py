@@ -202,7 +202,7 @@ def tower_bytes(path: Path, width: int) -> int:
 
 
 def trained_sizes(path: Path, train: str, rank: int | None) -> list[int]:
-    """Return how many numbers each array has that `vision.train` trains, by the headers of a
+    """Return the size of each array that `vision.train` trains, by the headers of a
     checkpoint's files: adapters of this rank on its matrices, or (None) all of it."""
     sizes: list[int] = []
     for name, dtype, shape in _arrays(path):

@@ -106,7 +106,8 @@ class _ClaudeLog:
         results = _result_ids(blocks) if line["type"] == "user" else set()
         same = self._answers.get((answer, before)) if answer else None
         if results:
-            same = self._results.setdefault(before or uuid, uuid)  # of parallel calls
+            # the first result of parallel calls
+            same = self._results.setdefault(before or uuid, uuid)
             if same == uuid or results & _result_ids(self.nodes[same].blocks):
                 same = None
         if same is not None:

@@ -60,7 +60,7 @@ class ItemLog:
     instructions: str | None = None
     opened: int = 0  # messages that a compaction left
     messages: list[Json] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)  # of the lines that are in `messages`
+    places: list[str] = field(default_factory=list)  # places of the lines in `messages`
     about: list[Json] = field(default_factory=list)  # lines that are not messages
     answered: dict[str, Any] = field(default_factory=dict)
     untrainable: str | None = None
@@ -68,7 +68,7 @@ class ItemLog:
     ended: int = 0  # messages when a turn last came to its end
     # place of an answer's text behind its calls: another answer, unless their results follow
     behind_calls: int | None = None
-    items: list[str] = field(default_factory=list)  # as text
+    items: list[str] = field(default_factory=list)  # the items of `messages` as text
     seen: set[str] = field(default_factory=set)  # the same
     replayed: int | None = None  # the item that a repeated history is at
     replayable: int = 0  # items before it
