@@ -79,7 +79,7 @@ from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
-from mlx_parallm.server.connections import connection_limit
+from mlx_parallm.server.connection_limits import connection_limit
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
@@ -91,9 +91,9 @@ from mlx_parallm.system.hardware import launched_rank, memory_use, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.system.signals import END_S, EndLimit, Shutdown
 from mlx_parallm.system.terminal import Console
-from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
 
 log = get_logger("daemon")

@@ -17,7 +17,7 @@ from mlx_parallm.faces.tinker import routes as tinker
 from mlx_parallm.models.gguf import header
 from mlx_parallm.rl_training.run import running
 from mlx_parallm.server import middleware
-from mlx_parallm.server.connections import CONNECTIONS_PER_REQUEST
+from mlx_parallm.server.connection_limits import CONNECTIONS_PER_REQUEST
 from mlx_parallm.server.protocol import fields, openai
 from mlx_parallm.system import foreign_http, foreign_json, patterns, signals
 from mlx_parallm.systems.traces import schema

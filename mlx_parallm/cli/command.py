@@ -37,7 +37,7 @@ def load(
     """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises
     ConfigError."""
     from mlx_parallm.config.load import hardware_defaults, load_config
-    from mlx_parallm.models.formats import billions_in
+    from mlx_parallm.models.checkpoint_files import billions_in
     from mlx_parallm.system.hardware import detect
 
     plain = load_config(source, overrides, text=text, saved=saved)

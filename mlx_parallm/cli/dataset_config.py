@@ -16,7 +16,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX, absolute, did_you_mean
-from mlx_parallm.models.formats import billions_in, directory_of, is_gguf
+from mlx_parallm.models.checkpoint_files import billions_in, directory_of, is_gguf
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.hardware import Hardware, detect
 from mlx_parallm.system.terminal import duration

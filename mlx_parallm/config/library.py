@@ -18,7 +18,7 @@ from mlx_parallm.config.algorithm import CLIP_RATIO, KLEstimator
 from mlx_parallm.config.environment import Method, Section
 from mlx_parallm.config.training import LoggingConfig, LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 
 RefUpdate = Literal["copy", "ema"]
 LibraryAlgorithm = Literal["ppo", "grpo", "reinforce"]

@@ -3,9 +3,9 @@
 
 Requests with a negative `priority` go to the second engine, over the same weights, whose rows and
 prefixes are its own. While it has work, the rows of all others rest, and so does the trainer
-(system/turns.py). A step of a few rows takes less than one of a full batch, so a chat continues as
-if it were alone. The others rest at most `REST` times as long as their last step took: chats
-without a pause leave them a thirtieth of the time.
+(system/serve_priority.py). A step of a few rows takes less than one of a full batch, so a chat
+continues as if it were alone. The others rest at most `REST` times as long as their last step took:
+chats without a pause leave them a thirtieth of the time.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from mlx_parallm.engine.live_requests import Event, id_in_use
 from mlx_parallm.engine.parts import EngineOptions
 from mlx_parallm.engine.validation import check_request
 from mlx_parallm.errors import RequestError
-from mlx_parallm.system.turns import REST
+from mlx_parallm.system.serve_priority import REST
 from mlx_parallm.types import Request
 
 LANE_ROWS = 8  # sequences that the lane decodes together

@@ -32,7 +32,7 @@ from mlx_parallm.system.hardware import (
     wire_memory,
 )
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import SharedWeights
 
 

@@ -44,7 +44,7 @@ from mlx_parallm.errors import (
     RequestError,
 )
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.types import EngineStats, Request
 
 IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often

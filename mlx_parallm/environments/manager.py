@@ -21,7 +21,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
 from mlx_parallm.environments.episode import failed_trajectories
-from mlx_parallm.environments.room import check_room
+from mlx_parallm.environments.prompt_room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, MakePlayer
 from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment

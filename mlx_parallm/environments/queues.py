@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.group_order import derive_seed, group_id
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
-from mlx_parallm.environments.schedule import derive_seed, group_id
 
 RECENT_GROUPS = 32
 PATIENCE, LEAST_PATIENCE_S = 5.0, 2.0

@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.group_order import Schedule
 from mlx_parallm.environments.queues import EnvironmentQueue, absent, is_late, next_event
 from mlx_parallm.environments.runner import (
     EpisodeRunner,
@@ -40,7 +41,6 @@ from mlx_parallm.environments.runner import (
     MakePlayer,
     describe,
 )
-from mlx_parallm.environments.schedule import Schedule
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError
 from mlx_parallm.system.log import FILE_ONLY, get_logger
 

@@ -20,8 +20,8 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Split, Task
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.row_images import with_stored_images
-from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import (
     BaseEnvironment,
     Prompt,

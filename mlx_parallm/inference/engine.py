@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.row_images import with_stored_images
-from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import (
     GenerationFailedError,
     RequestError,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_calls import (

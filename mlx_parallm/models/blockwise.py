@@ -36,7 +36,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.evaluations import BlockLimits, graph_nodes
+from mlx_parallm.models.blocks_per_eval import BlockLimits, graph_nodes
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.heads.language_head import (
     TRAINED_HEAD,

@@ -33,7 +33,7 @@ from huggingface_hub.errors import HTTPError as TransportError  # also when no a
 from huggingface_hub.hf_api import ModelInfo
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.formats import check_names
+from mlx_parallm.models.checkpoint_files import check_names
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("hub")

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.experts.wide import widen_experts
-from mlx_parallm.models.formats import (
+from mlx_parallm.models.checkpoint_files import (
     BUILTIN,
     check_directory,
     check_names,
@@ -31,6 +30,7 @@ from mlx_parallm.models.formats import (
     load_fault,
     unknown_layers,
 )
+from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.images.encoder import ImageParts

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.part_tools import Scores, to_binary
 from mlx_parallm.system.packages import require
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.types import Trajectory
 
 LEAST_OF_EACH = 10

@@ -28,8 +28,8 @@ from rich.text import Text
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, attempt
-from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
 from mlx_parallm.models.loading import read_config

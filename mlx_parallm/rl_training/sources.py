@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.group_order import group_id
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer
-from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.inference.module import InferenceModule

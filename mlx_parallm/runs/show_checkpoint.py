@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.settings import check_adalora, check_peft
-from mlx_parallm.models.formats import numbers_in, safetensors_header
+from mlx_parallm.models.checkpoint_files import numbers_in, safetensors_header
 from mlx_parallm.run_files.checksums import damaged_files
 from mlx_parallm.run_files.directory import moment
 from mlx_parallm.run_files.trainer_state import TrainerState

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.server.connections import (
+from mlx_parallm.server.connection_limits import (
     ConnectionGuard,
     SparseWarnings,
     connection_limit,

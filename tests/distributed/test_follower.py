@@ -17,8 +17,8 @@ from mlx_parallm.distributed import follower
 from mlx_parallm.distributed.follower import Follower, follow
 from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish
 from mlx_parallm.errors import EngineUnavailableError, RankLostError
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.system.signals import EndLimit
-from mlx_parallm.system.turns import Turns
 
 
 class Serving:

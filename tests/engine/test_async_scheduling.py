@@ -11,7 +11,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.device.traits import on_cpu
 from mlx_parallm.system.hardware import async_scheduling
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from tests.engine.helpers import (
     collect,
     qwen3_model,

@@ -16,7 +16,7 @@ from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import RequestError
-from mlx_parallm.system.turns import REST, Turns
+from mlx_parallm.system.serve_priority import REST, Turns
 from mlx_parallm.types import Request
 from tests.engine.helpers import (
     ByteTokenizer,

@@ -14,8 +14,8 @@ from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.environments.episode import CURRENT
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.kinds.tools import ToolsEnvironment
+from mlx_parallm.environments.prompt_room import check_room
 from mlx_parallm.environments.registry import build_sources, create_environment
-from mlx_parallm.environments.room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.turn_policy import EpisodePolicy

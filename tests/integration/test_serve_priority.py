@@ -17,7 +17,7 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from tests.engine.helpers import qwen3_model, request, serve
 
 

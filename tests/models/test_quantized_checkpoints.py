@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
-from mlx_parallm.models.formats import check_quantization
+from mlx_parallm.models.checkpoint_files import check_quantization
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.logprobs import token_logprobs
 from scripts.parity.fp8 import stored_tensors

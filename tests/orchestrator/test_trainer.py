@@ -8,7 +8,7 @@ import pytest
 from mlx_parallm.environments.manager import RolloutConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.models.formats import directory_of
+from mlx_parallm.models.checkpoint_files import directory_of
 from mlx_parallm.systems.orchestrator import GRPOTrainer, GRPOTrainerConfig
 from mlx_parallm.systems.orchestrator.tool_server import math_solve
 

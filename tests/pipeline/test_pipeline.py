@@ -19,7 +19,7 @@ import pytest
 
 from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.formats import directory_of
+from mlx_parallm.models.checkpoint_files import directory_of
 from mlx_parallm.systems.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
 from mlx_parallm.systems.pipeline.options import PipelineOptions, check_options
 from mlx_parallm.systems.pipeline.pipeline import REPORT_FILE, RESULTS_FILE

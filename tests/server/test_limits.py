@@ -13,13 +13,13 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from mlx_parallm.server import connections, middleware
+from mlx_parallm.server import connection_limits, middleware
 from mlx_parallm.server.api.adapters import LoadBody
 from mlx_parallm.server.api.control import AbortBody
 from mlx_parallm.server.api.generate import SglangBody, VllmBody
 from mlx_parallm.server.api.inference import InferenceBody
 from mlx_parallm.server.api.rewards import RewardsBody
-from mlx_parallm.server.connections import (
+from mlx_parallm.server.connection_limits import (
     FIRST_REQUEST_SECONDS,
     NEXT_REQUEST_SECONDS,
     ConnectionGuard,
@@ -189,9 +189,9 @@ def test_a_failed_accept_is_one_line(
 ) -> None:
     logger = logging.Logger("accept")
     logger.addHandler(caplog.handler)
-    monkeypatch.setattr(connections, "_log", logger)
+    monkeypatch.setattr(connection_limits, "_log", logger)
     loop = asyncio.new_event_loop()
-    connections.on_loop_error(
+    connection_limits.on_loop_error(
         loop,
         {
             "message": "socket.accept() out of system resource",

@@ -27,7 +27,7 @@ from mlx_parallm.system.device.faults import (
     raise_device_fault,
     wrong_numbers,
 )
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import SharedWeights
 from tests.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
 

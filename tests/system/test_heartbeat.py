@@ -16,7 +16,7 @@ from mlx_parallm.system.device.heartbeat import (
     Heartbeat,
     Listener,
 )
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 
 
 class Clock:

@@ -15,7 +15,7 @@ from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.faces.tinker import wire, wire_pb2
 from mlx_parallm.faces.tinker.leaf import tinker_part
 from mlx_parallm.models.loading import load_model, load_tokenizer
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 

@@ -23,7 +23,7 @@ from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from tests.soak.faulty_evaluations import TEXTS, raise_as_mlx
 from tests.tinker.serving import request_of
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint

@@ -11,7 +11,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.inference.module import InferenceModule
-from mlx_parallm.models.formats import directory_of
+from mlx_parallm.models.checkpoint_files import directory_of
 from mlx_parallm.models.loading import read_config
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support

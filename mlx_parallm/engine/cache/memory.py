@@ -11,7 +11,7 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
-from mlx_parallm.models.evaluations import BlockSize
+from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.system.device.traits import unpacks_weights
 
 FLOAT = 4

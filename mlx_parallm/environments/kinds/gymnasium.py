@@ -17,7 +17,7 @@ from string import Formatter
 from typing import Any
 
 from mlx_parallm.environments.base import Split
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.action_grammar import any_name

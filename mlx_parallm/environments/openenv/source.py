@@ -21,6 +21,7 @@ from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.dataset_rows import DataRow, SplitRows, TaskData, read_tasks
 from mlx_parallm.environments.episode import CURRENT, Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools, SourceTools
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.openenv.actions import Actions, Observations, is_of_tools
 from mlx_parallm.environments.openenv.servers import Servers, command_of
 from mlx_parallm.environments.openenv.session import (
@@ -30,7 +31,6 @@ from mlx_parallm.environments.openenv.session import (
     list_tools,
     require_client,
 )
-from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.tool_results import CallsBefore, Failure, ToolResult, as_json, bounded
 from mlx_parallm.execution.user_code import read_options

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Split, Task
 from mlx_parallm.environments.episode import Episode, EpisodeOver
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.textarena.game import Game, check_game
 from mlx_parallm.errors import AdapterError, ConfigError, PatternTimeoutError, RolloutRejectedError
 from mlx_parallm.execution.user_code import (

@@ -42,7 +42,7 @@ from mlx_parallm.rollout_store.checks import GREEDY
 from mlx_parallm.rollout_store.distillation import KEY, best_tokens
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.types import (
     LOGPROB_TOLERANCE,
     UNSCORED,

@@ -23,7 +23,7 @@ from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rl_training.evaluation.evaluate import Evaluation, draw_problems
 from mlx_parallm.rl_training.evaluation.evaluate import evaluate as evaluate_problems
 from mlx_parallm.system.loop_thread import LoopThread
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 
 SETTINGS = ("greedy", "samples", "temperature", "top_p")
 

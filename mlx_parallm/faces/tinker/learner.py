@@ -37,7 +37,7 @@ from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 
 T = TypeVar("T")
 LORA_ALPHA = 32.0  # Tinker's API has no alpha; its documentation gives 32 for every rank

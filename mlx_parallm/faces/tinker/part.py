@@ -35,7 +35,7 @@ from mlx_parallm.faces.tinker.service import TinkerService
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import linear_shapes
 from mlx_parallm.server.app import AddedRouter
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import SharedWeights
 
 

@@ -39,7 +39,7 @@ from mlx_parallm.faces.trl.dataset_argument import DataRows
 from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rollouts import RolloutCalls, with_rollout_func
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
-from mlx_parallm.models.formats import billions_in
+from mlx_parallm.models.checkpoint_files import billions_in
 from mlx_parallm.system.hardware import detect
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics

@@ -22,9 +22,9 @@ from typing import Any
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import PolicyInference, Task
 from mlx_parallm.environments.episode import Episode
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.row_images import has_images
-from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call, is_async, user_code

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.models.formats import quantization_of
+from mlx_parallm.models.checkpoint_files import quantization_of
 from mlx_parallm.models.published.classes import Reading, Sanitize, Weights
 
 SCALE = "_scale_inv"

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models import sums
-from mlx_parallm.models.evaluations import graph_nodes
+from mlx_parallm.models.blocks_per_eval import graph_nodes
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.recurrent import chunks
 from mlx_parallm.system.log import get_logger

@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
+from mlx_parallm.models.blocks_per_eval import blocks_of
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.evaluations import blocks_of
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions

@@ -15,7 +15,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.memory import KVSize
-from mlx_parallm.models.evaluations import BlockSize
+from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE

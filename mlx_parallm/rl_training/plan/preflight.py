@@ -25,7 +25,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.memory import GenerationSize
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
-from mlx_parallm.models.evaluations import EVAL_SHARE, BlockLimits
+from mlx_parallm.models.blocks_per_eval import EVAL_SHARE, BlockLimits
 from mlx_parallm.rl_training.plan.companions import COMPANIONS
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
 from mlx_parallm.rl_training.step.memory import (

@@ -12,7 +12,7 @@ from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.publish.rollback import RollbackService
 from mlx_parallm.rl_training.sources import POLICY, RolloutSource, Served
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights, VersionArchive
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.evaluations import BlockLimits
+from mlx_parallm.models.blocks_per_eval import BlockLimits
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
 from mlx_parallm.models.layouts.padding import padded_length

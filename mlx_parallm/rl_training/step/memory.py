@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.models.evaluations import BlockSize
+from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.models.heads import language_head
 from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.rl_training.step.batch import TrainBatch

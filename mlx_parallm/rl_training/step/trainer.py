@@ -42,8 +42,8 @@ import structlog
 
 from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.blocks_per_eval import blocks_of
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.evaluations import blocks_of
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
@@ -119,7 +119,7 @@ class Trainer:
     """Owns the optimizer. Used by one thread, the one that owns the policy's tree.
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
-    `eval_bytes`: as in `models.evaluations.blocks_of`. `ranks`: the processes that share this
+    `eval_bytes`: as in `models.blocks_per_eval.blocks_of`. `ranks`: the processes that share this
     training. `companions`: of another trainer of this policy; None: `companions_of` the policy.
     """
 

@@ -28,7 +28,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.ppo import Loss, Steps, clipped_ppo, gae, loss_inputs, update_parts
 from mlx_parallm.models.parameters import check_optimizer

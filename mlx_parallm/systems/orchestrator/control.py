@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.tool_client import ToolResult
 from mlx_parallm.systems.experts.expert import RNNExpertBase

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.dataset_rows import TaskData
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.chat_messages import read_messages

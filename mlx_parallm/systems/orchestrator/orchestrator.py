@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.action_grammar import Action, parse_actions, write_action
 from mlx_parallm.execution.tool_client import ToolClient, ToolResult

@@ -19,7 +19,12 @@ import psutil
 
 from mlx_parallm.deploy.export.hosting import fitting_type
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.formats import billions_in, directory_of, numbers_in, safetensors_header
+from mlx_parallm.models.checkpoint_files import (
+    billions_in,
+    directory_of,
+    numbers_in,
+    safetensors_header,
+)
 from mlx_parallm.system.hardware import GIB, detect, memory_present
 
 Profile = Literal["AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED"]

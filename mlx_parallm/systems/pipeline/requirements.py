@@ -15,7 +15,7 @@ from pathlib import Path
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.ollama import OllamaDeployer
 from mlx_parallm.errors import ConfigError, EndpointError, ParallmError
-from mlx_parallm.models.formats import directory_of
+from mlx_parallm.models.checkpoint_files import directory_of
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.system.packages import require
 

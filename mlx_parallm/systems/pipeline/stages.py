@@ -34,7 +34,7 @@ from mlx_parallm.deploy.export.pipeline import (
     deploy_directory,
 )
 from mlx_parallm.execution.user_code import PREFIX
-from mlx_parallm.models.formats import directory_of
+from mlx_parallm.models.checkpoint_files import directory_of
 from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.parts import WEIGHTS as BUILT_IN_WEIGHTS

@@ -20,7 +20,7 @@ from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.server.api import status
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
-from mlx_parallm.server.connections import connection_limit
+from mlx_parallm.server.connection_limits import connection_limit
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.errors import ERROR_CONTENT, HEALTH
 from mlx_parallm.server.generation import UNNAMED, new_id

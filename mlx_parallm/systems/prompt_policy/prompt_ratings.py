@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.systems.prompt_policy.classifier import LIMIT, LISTED, classify_prompt, verb_family
 from mlx_parallm.systems.prompt_policy.mutations import (
     FALLBACK,

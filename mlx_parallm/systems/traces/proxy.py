@@ -35,7 +35,7 @@ from mlx_parallm.server.sse import event
 from mlx_parallm.system.foreign_http import Bounds, async_client
 from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.systems.traces.importers.other_apis import READERS
 from mlx_parallm.systems.traces.received_answers import MOST_CHOICES, CallReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name

@@ -28,7 +28,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import regular_files
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.systems.traces.schema import (
     SHAPES,
     Json,

@@ -26,7 +26,7 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.system.validation import faults
+from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,

@@ -82,7 +82,7 @@ def why_without_tower(path: Path) -> str:
     """Return why a checkpoint cannot see, by the names of its arrays; "" when it can."""
     from safetensors import SafetensorError, safe_open
 
-    from mlx_parallm.models.formats import weight_files
+    from mlx_parallm.models.checkpoint_files import weight_files
 
     for file in weight_files(path):
         try:

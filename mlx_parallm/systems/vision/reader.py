@@ -26,7 +26,7 @@ from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.execution.prompt_images import PARTS, ImageSource, stored_digest
-from mlx_parallm.models.formats import weight_files
+from mlx_parallm.models.checkpoint_files import weight_files
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture

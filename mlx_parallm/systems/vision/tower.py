@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.formats import weight_files
+from mlx_parallm.models.checkpoint_files import weight_files
 from mlx_parallm.models.loading import LoadedModel, evaluate_module
 
 CONNECTORS = (

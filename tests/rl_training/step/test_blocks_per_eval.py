@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.models import evaluations
+from mlx_parallm.models import blocks_per_eval
+from mlx_parallm.models.blocks_per_eval import BlockLimits, BlockSize, blocks_of, graph_nodes
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.evaluations import BlockLimits, BlockSize, blocks_of, graph_nodes
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.collate import MicroBatchBudget
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
@@ -36,8 +36,8 @@ KEPT, WORK = SIZE.kept(64), SIZE.work(64)
         ({"most_bytes": int(4 * 100 * KEPT * 3.5)}, False, 0, 3),
         ({"most_blocks": 2}, False, 0, 2),
         ({}, False, 400, 8),
-        ({}, False, evaluations.MOST_NODES // 3 // 5, 5),
-        ({}, False, 10 * evaluations.MOST_NODES, 1),
+        ({}, False, blocks_per_eval.MOST_NODES // 3 // 5, 5),
+        ({}, False, 10 * blocks_per_eval.MOST_NODES, 1),
     ],
 )
 def test_each_bound_holds(
@@ -51,7 +51,7 @@ def test_each_bound_holds(
 def test_a_cpu_bounds_the_work_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traits, "on_cpu", lambda: True)
     limits = BlockLimits(SIZE, most_bytes=PLENTY << 10)
-    per_block = int(evaluations.CPU_WORK / WORK)
+    per_block = int(blocks_per_eval.CPU_WORK / WORK)
     assert [limits.blocks(8, per_block // each, 64) for each in (1, 3, 5, 100)] == [1, 1, 5, 8]
 
 

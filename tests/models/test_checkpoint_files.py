@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.formats import INDEX_FILE, check_quantization
+from mlx_parallm.models.checkpoint_files import INDEX_FILE, check_quantization
 from mlx_parallm.models.loading import check_model, load_model
 from tests.tiny_models import QWEN3, make_model, save_checkpoint
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_parallm.system import turns as module
-from mlx_parallm.system.turns import Turns
+from mlx_parallm.system import serve_priority as module
+from mlx_parallm.system.serve_priority import Turns
 from tests.clock import Clock
 
 SOON, LONG = 0.05, 10.0

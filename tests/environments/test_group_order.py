@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from mlx_parallm.environments.schedule import Schedule, derive_seed, group_id
+from mlx_parallm.environments.group_order import Schedule, derive_seed, group_id
 
 
 def shares(weights, groups=3000, seed=0):
