@@ -15,6 +15,7 @@ from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace
 from mlx_parallm.types import Rollout, RolloutGroup
+from tests.traces.messages import text
 from tests.traces.test_importers import attribute, claude, codex, said, sides, spans
 
 Json = dict[str, Any]
@@ -152,9 +153,9 @@ def anthropic(folder: Path, talks: Sequence[Talk]) -> list[Path]:
         row: Json = {"messages": [], **({"is_sidechain": True} if talk.is_side else {})}
         for turn in talk.turns:
             if turn.role == "system":
-                row["system"] = [{"type": "text", "text": turn.text}]
+                row["system"] = text(turn.text)
                 continue
-            blocks: list[Json] = [{"type": "text", "text": turn.text}]
+            blocks: list[Json] = text(turn.text)
             if turn.role == "own":
                 blocks = own_blocks(turn)
             message: Json = {"role": plain(turn)["role"], "content": blocks}
@@ -274,7 +275,7 @@ def claude_code(folder: Path, talks: Sequence[Talk]) -> list[Path]:
                 raise NotInFormatError("the log has no system prompt")
             uuid = f"{talk.name}{talk.mark}-{number}"
             kind = "user" if turn.role == "user" else "assistant"
-            blocks: Any = [{"type": "text", "text": turn.text}]
+            blocks: Any = text(turn.text)
             if turn.role == "own":
                 blocks = own_blocks(turn)
             about: Json = {"sessionId": talk.name}
@@ -289,14 +290,10 @@ def claude_code(folder: Path, talks: Sequence[Talk]) -> list[Path]:
             rows.append(line)
             before = uuid
             if turn.cut:
-                rows.append(claude(f"{uuid}x", before, "user", text_block(STOPPED)))
+                rows.append(claude(f"{uuid}x", before, "user", text(STOPPED)))
                 before = f"{uuid}x"
         files.append(lines(folder / f"{talk.name}.jsonl", rows))
     return files
-
-
-def text_block(text: str) -> list[Json]:
-    return [{"type": "text", "text": text}]
 
 
 def codex_cli(folder: Path, talks: Sequence[Talk]) -> list[Path]:

@@ -15,6 +15,10 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
+def text(words: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": words}]
+
+
 def data_set(traces: Sequence[Trace], kind: Any = "sft", **options: Any) -> Dataset:
     """All rows, with none held out and none dropped for being like another."""
     exact = {"test_fraction": 0.0, "near_duplicates": 1.0}

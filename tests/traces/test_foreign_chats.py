@@ -8,8 +8,8 @@ import pytest
 
 from mlx_parallm.systems.traces.collector import TraceCollector
 from mlx_parallm.systems.traces.trace import Trace, new_trace
-from tests.traces.messages import assistant, data_set, user
-from tests.traces.test_foreign_logs import Json, learned, text, why_not
+from tests.traces.messages import assistant, data_set, text, user
+from tests.traces.test_foreign_logs import Json, learned, why_not
 from tests.traces.test_importers import CALL, imported, lines
 
 SUNNY = [

@@ -18,11 +18,12 @@ from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 from tests.soak.fuzz_logs import fuzz
 from tests.soak.good_logs import GOOD
-from tests.traces.messages import assistant, data_set, user
+from tests.traces.messages import assistant, data_set, text, user
 from tests.traces.test_importers import (
     claude,
     codex,
     imported,
+    item,
     lines,
     roles,
     said,
@@ -47,10 +48,6 @@ def why_not(traces: list[Trace], kind: Any = "sft") -> dict[str, int]:
     """Why traces make no row; one of another conversation does, so that a data set can be made."""
     other = new_trace([user("?"), assistant("!")], session_id="other", source="test")
     return dict(data_set([*traces, other], kind).left_out)
-
-
-def text(words: str) -> list[Json]:
-    return [{"type": "text", "text": words}]
 
 
 USE: Json = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}}
@@ -320,10 +317,6 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- Codex
-
-
-def item(kind: str, **fields: Any) -> Json:
-    return codex("response_item", {"type": kind, **fields})
 
 
 def test_a_compaction_with_a_history(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import IMPORTERS, detect, read_traces
 from mlx_parallm.systems.traces.trace import Trace
 from tests.rollout_store.groups import make_group
-from tests.traces.messages import assistant, user
+from tests.traces.messages import assistant, text, user
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "ls"}'}}
 
@@ -127,11 +127,7 @@ def test_claude_code(tmp_path: Path) -> None:
         return {"type": "tool_use", "id": f"u{number}", "name": "Bash", "input": {"n": number}}
 
     def result(number: int) -> dict[str, Any]:
-        return {
-            "type": "tool_result",
-            "tool_use_id": f"u{number}",
-            "content": [{"type": "text", "text": f"r{number}"}],
-        }
+        return {"type": "tool_result", "tool_use_id": f"u{number}", "content": text(f"r{number}")}
 
     file = lines(
         tmp_path / "S.jsonl",
@@ -139,25 +135,18 @@ def test_claude_code(tmp_path: Path) -> None:
         {"type": "file-history-snapshot", "messageId": "m"},
         claude("1", None, "user", "list files"),
         claude("2", "1", "assistant", [{"type": "thinking", "thinking": "hm"}], message_id="m1"),
-        claude("3", "2", "assistant", [{"type": "text", "text": "Looking."}], message_id="m1"),
+        claude("3", "2", "assistant", text("Looking."), message_id="m1"),
         claude("4", "3", "assistant", [use(1)], message_id="m1"),
         claude("5", "4", "assistant", [use(2)], message_id="m1"),
         claude("6", "4", "user", [result(1)]),
         claude("7", "5", "user", [result(2) | {"is_error": True}]),
-        claude("8", "7", "assistant", [{"type": "text", "text": "Two files."}], message_id="m2"),
+        claude("8", "7", "assistant", text("Two files."), message_id="m2"),
         claude("9", "8", "user", "no: again"),
-        claude("10", "9", "assistant", [{"type": "text", "text": "Three."}], message_id="m3"),
+        claude("10", "9", "assistant", text("Three."), message_id="m3"),
         claude("11", "8", "user", "thanks"),
-        claude("12", "11", "assistant", [{"type": "text", "text": "Welcome."}], message_id="m4"),
+        claude("12", "11", "assistant", text("Welcome."), message_id="m4"),
         claude("20", None, "user", "sub task", isSidechain=True),
-        claude(
-            "21",
-            "20",
-            "assistant",
-            [{"type": "text", "text": "Sub."}],
-            message_id="m5",
-            isSidechain=True,
-        ),
+        claude("21", "20", "assistant", text("Sub."), message_id="m5", isSidechain=True),
     )
     traces, report = imported(file, "claude-code")
     assert (
@@ -183,6 +172,10 @@ def codex(kind: str, payload: dict[str, Any]) -> dict[str, Any]:
     return {"timestamp": "2026-11-22T10:00:00.000Z", "type": kind, "payload": payload}
 
 
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return codex("response_item", {"type": kind, **fields})
+
+
 def said(role: str, text: str) -> dict[str, Any]:
     part = {"type": "output_text" if role == "assistant" else "input_text", "text": text}
     return codex("response_item", {"type": "message", "role": role, "content": [part]})
@@ -191,43 +184,24 @@ def said(role: str, text: str) -> dict[str, Any]:
 def test_codex(tmp_path: Path) -> None:
     """A result that is twice in the log gives one observation; a compaction begins a new
     trace."""
-    output = codex(
-        "response_item", {"type": "function_call_output", "call_id": "c1", "output": "a.py"}
-    )
+    output = item("function_call_output", call_id="c1", output="a.py")
     file = lines(
         tmp_path / "rollout-1.jsonl",
         codex("session_meta", {"id": "X", "cli_version": "0.65.0", "instructions": "Be brief."}),
         codex("turn_context", {"model": "gpt-x"}),
         said("user", "list"),
         codex("event_msg", {"type": "user_message", "message": "list"}),
-        codex("response_item", {"type": "reasoning", "summary": [], "encrypted_content": "…"}),
-        codex(
-            "response_item",
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "look"}]},
-        ),
-        codex(
-            "response_item",
-            {
-                "type": "function_call",
-                "name": "shell",
-                "arguments": '{"command":["ls"]}',
-                "call_id": "c1",
-            },
-        ),
+        item("reasoning", summary=[], encrypted_content="…"),
+        item("reasoning", summary=[{"type": "summary_text", "text": "look"}]),
+        item("function_call", name="shell", arguments='{"command":["ls"]}', call_id="c1"),
         output,
         output,
-        codex(
-            "response_item",
-            {"type": "custom_tool_call", "name": "apply_patch", "input": "***", "call_id": "c2"},
-        ),
-        codex(
-            "response_item",
-            {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
-        ),
+        item("custom_tool_call", name="apply_patch", input="***", call_id="c2"),
+        item("custom_tool_call_output", call_id="c2", output="done"),
         said("assistant", "One file."),
         codex("compacted", {"message": "Summary so far."}),
         said("assistant", "Going on."),
-        codex("response_item", {"type": "ghost_snapshot"}),
+        item("ghost_snapshot"),
     )
     (first, second), report = imported(file, "codex")
     assert roles(first) == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]

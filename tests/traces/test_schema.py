@@ -9,7 +9,7 @@ import pytest
 from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.schema import Label, dump_line
 from mlx_parallm.systems.traces.trace import new_trace, parse_trace
-from tests.traces.messages import assistant, user
+from tests.traces.messages import assistant, text, user
 
 TOOLS = [
     {
@@ -20,7 +20,7 @@ TOOLS = [
 ]
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
-    {"role": "developer", "content": [{"type": "text", "text": "Use tools."}]},
+    {"role": "developer", "content": text("Use tools.")},
     {
         "role": "user",
         "name": "bob",
@@ -47,12 +47,7 @@ CONVERSATION: list[dict[str, Any]] = [
         ],
     ),
     {"role": "tool", "tool_call_id": "b", "content": "second first"},
-    {
-        "role": "tool",
-        "tool_call_id": "a",
-        "content": [{"type": "text", "text": "z"}],
-        "name": "look",
-    },
+    {"role": "tool", "tool_call_id": "a", "content": text("z"), "name": "look"},
     {"role": "tool", "tool_call_id": "unknown", "content": "x"},
     {
         "role": "assistant",
@@ -107,12 +102,7 @@ def test_what_others_wrote_is_kept() -> None:
         "session_id": None,
         "agent": {"name": "x", "version": "1", "new_field": {"a": [1]}},
         "steps": [
-            {
-                "step_id": 1,
-                "source": "user",
-                "message": [{"type": "text", "text": "q"}],
-                "extra": {"theirs": 1},
-            },
+            {"step_id": 1, "source": "user", "message": text("q"), "extra": {"theirs": 1}},
             {
                 "step_id": 2,
                 "source": "agent",
@@ -132,7 +122,7 @@ def test_what_others_wrote_is_kept() -> None:
     }
     trace = parse_trace(data)
     assert trace.to_json() == data
-    assert trace.messages == [user([{"type": "text", "text": "q"}]), assistant("a")]
+    assert trace.messages == [user(text("q")), assistant("a")]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Tra
         left_out["thoughts of a checkpoint that has several sessions, or none"] += len(thoughts)
         thoughts = []
     times = [(_seconds(turn[0].get("timestamp")), place) for place, turn in places.items()]
-    tasks = _tasks_by_run(_tasks(checkpoint.get("task_state") or {}), times, left_out)
+    tasks = _tasks_by_run(checkpoint.get("task_state") or {}, times, left_out)
     for place, turn in places.items():
         of_run = thoughts if place in last else []
         yield _run(place[0], turn, f"turn-{place[1]}", of_run, tasks.get(place, {}))
@@ -250,14 +250,6 @@ def _time(value: Any) -> str | None:
     return str(value) if value is not None and unix_time(value) is not None else None
 
 
-def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
-    """Yield for each task the time of its creation, its status and its text."""
-    for name, task in state.items():
-        if isinstance(task, dict):
-            status, text = task.get("status") or "created", task.get("description") or name
-            yield _seconds(task.get("created_at")), str(status), str(text)
-
-
 def _seconds(value: Any) -> float | None:
     return unix_time(_time(value))
 
@@ -267,27 +259,27 @@ TIMELESS = "a task without a time, in a checkpoint of several runs"
 
 
 def _tasks_by_run(
-    tasks: Iterable[tuple[float | None, str, str]],
+    tasks: Mapping[str, Any],
     times: Sequence[tuple[float | None, Run]],
     left_out: Counter[str],
 ) -> dict[Run, dict[str, list[Any]]]:
     """Give each task to the run with the newest question before it; to the only run, where there
     is one. A task that belongs to none is counted."""
     dated = sorted((at, run) for at, run in times if at is not None)
-    fields_by_run: dict[Run, dict[str, list[Any]]] = {}
-    for created, status, text in tasks:
+    fields_by_run: dict[Run, dict[str, list[Any]]] = defaultdict(dict)
+    for name, task in tasks.items():
+        if not isinstance(task, dict):
+            continue
+        created = _seconds(task.get("created_at"))
         before = [run for at, run in dated if created is not None and at <= created]
-        if before:
-            run = before[-1]
-        elif len(times) == 1 and (created is None or not dated):
-            run = times[0][1]
-        else:
+        if not before and len(times) == 1 and (created is None or not dated):
+            before = [times[0][1]]
+        if not before:
             left_out[TIMELESS if created is None else "a task before the first question"] += 1
             continue
-        run_fields = fields_by_run.setdefault(run, {})
-        run_fields.setdefault("tasks_created", []).append(text)
-        if status in ("completed", "failed"):
-            run_fields.setdefault(f"tasks_{status}", []).append(text)
+        status, text = str(task.get("status")), str(task.get("description") or name)
+        for kind in ("created", *{status} & {"completed", "failed"}):
+            fields_by_run[before[-1]].setdefault(f"tasks_{kind}", []).append(text)
     return fields_by_run
 
 

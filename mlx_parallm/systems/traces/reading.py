@@ -87,19 +87,24 @@ def _format_of_file(path: Path) -> str:
     )
 
 
+_FORMATS = (
+    ("atif", {"schema_version", "steps"}),
+    ("art", {"messages_and_choices"}),
+    ("art", {"trajectories"}),
+    ("verifiers", {"nodes"}),
+    ("verifiers", {"prompt", "completion", "reward"}),
+    ("codex", {"timestamp", "type", "payload"}),
+    ("claude-code", {"sessionId"}),
+    ("claude-code", {"parentUuid", "uuid"}),
+)
+"""Formats by the keys of a line; the first counts."""
+
+
 def _format_of(line: dict[str, object]) -> str | None:
-    keys = set(line)
-    if "schema_version" in keys and "steps" in keys:
-        return "atif"
-    if "messages_and_choices" in keys or "trajectories" in keys:
-        return "art"
-    rows = {"nodes"}, {"prompt", "completion", "reward"}
-    if isinstance(line.get("traces"), list) or any(keys >= row for row in rows):
+    if isinstance(line.get("traces"), list):
         return "verifiers"
-    if keys >= {"timestamp", "type", "payload"}:
-        return "codex"
-    if "sessionId" in keys or keys >= {"parentUuid", "uuid"}:
-        return "claude-code"
+    if (name := next((name for name, keys in _FORMATS if keys <= line.keys()), None)) is not None:
+        return name
     if is_conversation(line):
         return "openai"
     return "responses" if is_response_call(line) else None
