@@ -16,7 +16,7 @@ from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.traces.messages import text
-from tests.traces.test_importers import attribute, claude, codex, said, sides, spans
+from tests.traces.test_importers import attributed, claude, codex, event, said, sides, spans
 
 Json = dict[str, Any]
 
@@ -329,14 +329,9 @@ def codex_cli(folder: Path, talks: Sequence[Talk]) -> list[Path]:
 
 def _span(number: int, values: Json, talk: Talk, **more: Any) -> Json:
     about = {"gen_ai.conversation.id": talk.name, **values}
-    return {
-        "traceId": talk.parent or talk.name,
-        "spanId": f"{talk.name}-{number}",
-        "startTimeUnixNano": str(number * 10**9),
-        "attributes": [attribute(key, value) for key, value in about.items()],
-        **({"parentSpanId": f"{talk.name}-agent"} if talk.is_side else {}),
-        **more,
-    }
+    ids = {"traceId": talk.parent or talk.name, "spanId": f"{talk.name}-{number}"}
+    ids |= {"parentSpanId": f"{talk.name}-agent"} if talk.is_side else {}
+    return attributed(about, startTimeUnixNano=str(number * 10**9), **ids, **more)
 
 
 def agent_spans(talk: Talk) -> list[Json]:
@@ -349,12 +344,7 @@ def agent_spans(talk: Talk) -> list[Json]:
         ("main", invoke | {"gen_ai.agent.name": "main"}, {}),
     ]
     return [
-        {
-            **trace,
-            "spanId": f"{talk.name}-{name}",
-            "attributes": [attribute(key, value) for key, value in values.items()],
-            **more,
-        }
+        attributed(values, spanId=f"{talk.name}-{name}", **trace, **more)
         for name, values, more in rows
     ]
 
@@ -425,15 +415,12 @@ def openinference(folder: Path, talks: Sequence[Talk]) -> list[Path]:
             raise NotInFormatError("the keys have no reason for an answer's end")
         if talk.is_side:
             rows += [
-                {
-                    "traceId": talk.parent,
-                    "spanId": f"{talk.name}-{name}",
-                    "parentSpanId": f"{talk.name}-{parent}",
-                    "attributes": [
-                        attribute("openinference.span.kind", "AGENT"),
-                        attribute("agent.name", name),
-                    ],
-                }
+                attributed(
+                    {"openinference.span.kind": "AGENT", "agent.name": name},
+                    traceId=talk.parent,
+                    spanId=f"{talk.name}-{name}",
+                    parentSpanId=f"{talk.name}-{parent}",
+                )
                 for name, parent in (("agent", "main"), ("main", ""))
             ]
         for number, (before, answer, _) in enumerate(_calls(talk, plain)):
@@ -453,16 +440,12 @@ def otlp_events(folder: Path, talks: Sequence[Talk]) -> list[Path]:
         rows += agent_spans(talk) if talk.is_side else []
         for number, (before, answer, turn) in enumerate(_calls(talk, plain)):
             events = [
-                {
-                    "name": f"gen_ai.{message['role']}.message",
-                    "attributes": [attribute("content", message["content"])],
-                }
+                event(f"gen_ai.{message['role']}.message", content=message["content"])
                 for message in before
             ]
-            chosen = [attribute("message", json.dumps({"content": answer["content"]}))]
-            if turn.end is not None:
-                chosen.append(attribute("finish_reason", turn.end))
-            events.append({"name": "gen_ai.choice", "attributes": chosen})
+            chosen = {"message": json.dumps({"content": answer["content"]})}
+            chosen |= {"finish_reason": turn.end} if turn.end is not None else {}
+            events.append(event("gen_ai.choice", **chosen))
             rows.append(_span(number + 10 * bool(talk.mark), {}, talk, events=events))
     return [lines(folder / "events.jsonl", [spans(*rows)])]
 

@@ -22,6 +22,7 @@ from tests.traces.messages import assistant, data_set, text, user
 from tests.traces.test_importers import (
     claude,
     codex,
+    event,
     imported,
     item,
     lines,
@@ -446,54 +447,20 @@ def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
 
 def test_older_forms_of_spans(tmp_path: Path) -> None:
     """An event for each message, one event with both sides, and keys with numbers."""
-
-    def event(name: str, **values: Any) -> Json:
-        return {
-            "name": name,
-            "attributes": [{"key": k, "value": {"stringValue": v}} for k, v in values.items()],
-        }
-
-    def body(value: Any) -> str:
-        return json.dumps(value)
-
-    asked, answered = [user("q")], [assistant("a")]
-    cases = [
-        span(
-            1,
-            {},
-            [
-                event("gen_ai.user.message", content="q"),
-                event("gen_ai.choice", message=body({"content": "a"})),
-            ],
-        ),
-        span(
-            1,
-            {},
-            [
-                event("gen_ai.content.prompt", **{"gen_ai.prompt": body(asked)}),
-                event("gen_ai.content.completion", **{"gen_ai.completion": body(answered)}),
-            ],
-        ),
-        span(
-            1,
-            {},
-            [
-                event(
-                    "gen_ai.client.inference.operation.details",
-                    **sides(asked, answered),
-                )
-            ],
-        ),
-        span(
-            1,
-            {
-                "gen_ai.prompt.0.role": "user",
-                "gen_ai.prompt.0.content": "q",
-                "gen_ai.completion.0.content": "a",
-            },
+    asked, answered, answer = [user("q")], [assistant("a")], json.dumps({"content": "a"})
+    both = {"prompt": json.dumps(asked), "completion": json.dumps(answered)}
+    cases: list[tuple[Json, list[Json]]] = [
+        ({}, [event("gen_ai.user.message", content="q"), event("gen_ai.choice", message=answer)]),
+        ({}, [event(f"gen_ai.content.{side}", **{f"gen_ai.{side}": both[side]}) for side in both]),
+        ({}, [event("gen_ai.client.inference.operation.details", **sides(asked, answered))]),
+        (
+            {f"gen_ai.prompt.0.{key}": value for key, value in asked[0].items()}
+            | {"gen_ai.completion.0.content": "a"},
+            [],
         ),
     ]
-    for number, case in enumerate(cases):
+    for number, (values, events) in enumerate(cases):
+        case = span(1, values, events)
         [trace], report = imported(lines(tmp_path / f"{number}.jsonl", spans(case, case)), "otlp")
         assert trace.messages == [*asked, *answered]
         assert report.lines.left_out == {"a span that is twice in the log": 1}

@@ -223,14 +223,18 @@ def attribute(key: str, value: Any) -> dict[str, Any]:
     return {"key": key, "value": {kind: str(value) if kind == "intValue" else value}}
 
 
+def attributed(values: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A span or an event with these attributes."""
+    return {"attributes": [attribute(key, value) for key, value in values.items()], **more}
+
+
+def event(name: str, **values: Any) -> dict[str, Any]:
+    return attributed(values, name=name)
+
+
 def span(number: int, values: dict[str, Any], events: list[Any] | None = None) -> dict[str, Any]:
-    return {
-        "traceId": "T",
-        "spanId": f"s{number}",
-        "startTimeUnixNano": str(number * 10**9),
-        "attributes": [attribute(key, value) for key, value in values.items()],
-        "events": events or [],
-    }
+    ids = {"traceId": "T", "spanId": f"s{number}", "startTimeUnixNano": str(number * 10**9)}
+    return attributed(values, events=events or [], **ids)
 
 
 def sides(asked: list[Any], answers: list[Any]) -> dict[str, Any]:
@@ -271,15 +275,13 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
         "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be brief."}]),
     }
 
-    score = [
-        attribute("gen_ai.evaluation.name", "helpful"),
-        attribute("gen_ai.evaluation.score.value", 0.5),
-    ]
+    named = {"gen_ai.evaluation.name": "helpful", "gen_ai.evaluation.score.value": 0.5}
+    score = event("gen_ai.evaluation.result", **named)
     first = span(1, common | sides([ask], [calls]) | {"gen_ai.usage.input_tokens": 7})
     second = span(
         3,
         common | sides([ask, calls, result], [last]),
-        [{"name": "gen_ai.evaluation.result", "attributes": score}],
+        [score],
     )
     tool = span(2, {"gen_ai.operation.name": "execute_tool"})
     [trace], report = imported(

@@ -4,6 +4,7 @@ nowhere."""
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,23 @@ def upstream(tiny_engine: TinyEngine, tiny_tokenizer: Any) -> Iterator[RunningSe
 
 @pytest.fixture
 def proxy(upstream: RunningServer, tmp_path: Path) -> Iterator[str]:
-    app = recording_proxy(
-        SessionRecorder(tmp_path / "traces", secret_finder()), f"{upstream.url}/v1"
-    )
+    with served(recorder_before(f"{upstream.url}/v1", tmp_path)) as url:
+        yield url
+
+
+def recorder_before(upstream: str, tmp_path: Path) -> Any:
+    return recording_proxy(SessionRecorder(tmp_path / "traces", secret_finder()), upstream)
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
     listener = bind_socket("127.0.0.1", 0)
     thread = ServerThread(app, listener, 64)
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    thread.stop(5.0)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        thread.stop(5.0)
 
 
 def agent(proxy: str, name: str, key: str = KEY) -> OpenAI:
@@ -201,19 +211,11 @@ def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             )
         await send({"type": "http.response.body", "body": b""})
 
-    threads = []
-
-    def started(app: Any) -> str:
-        listener = bind_socket("127.0.0.1", 0)
-        threads.append(ServerThread(app, listener, 64))
-        threads[-1].start()
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    url = started(upstream_app)
-    recorder = SessionRecorder(tmp_path / "traces", secret_finder())
-    yield started(recording_proxy(recorder, f"{url}/v1")), state
-    for thread in reversed(threads):
-        thread.stop(5.0)
+    with (
+        served(upstream_app) as upstream,
+        served(recorder_before(f"{upstream}/v1", tmp_path)) as url,
+    ):
+        yield url, state
 
 
 @pytest.mark.parametrize("more", [{"tools": False}, {"tools": 0}, {"n": None, "temperature": 1}])
@@ -332,19 +334,9 @@ def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer
 def test_an_upstream_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="is not a URL"):
         recording_proxy(SessionRecorder(tmp_path, None), "localhost:8000")
-    app = recording_proxy(SessionRecorder(tmp_path, None), "http://127.0.0.1:9/v1")
-    listener = bind_socket("127.0.0.1", 0)
-    thread = ServerThread(app, listener, 8)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}, "the proxy itself is well"
-    with (
-        agent(url, "x") as client,
-        pytest.raises(openai.InternalServerError, match="cannot be reached"),
-    ):
-        client.chat.completions.create(model="m", messages=[QUESTION])
-    assert (
-        httpx.get(f"{url}/sessions/x/v1/models", headers={"Host": "evil.example"}).status_code
-        == 403
-    )
-    thread.stop(5.0)
+    with served(recorder_before("http://127.0.0.1:9/v1", tmp_path)) as url:
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}, "the proxy itself is well"
+        with agent(url, "x") as client, pytest.raises(openai.InternalServerError, match="reached"):
+            client.chat.completions.create(model="m", messages=[QUESTION])
+        elsewhere = httpx.get(f"{url}/sessions/x/v1/models", headers={"Host": "evil.example"})
+        assert elsewhere.status_code == 403
