@@ -22,6 +22,11 @@ AlgorithmName = Literal[
     "cispo",
     "sapo",
     "dppo",
+    "gmpo",
+    "vespo",
+    "luspo",
+    "gpg",
+    "maxrl",
     "reinforce",
     "rloo",
     "reinforce_pp",
@@ -54,6 +59,7 @@ class LossSettings:
 @dataclass(frozen=True)
 class Reinforce(LossSettings):
     loss_aggregation: Aggregation = "token"
+    off_policy_mask: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,20 @@ class Dppo(Reinforce):
     dppo_low: float = 0.2
     dppo_high: float = 0.2
     dppo_kl: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Gmpo(Reinforce):
+    clip_ratio: float = 0.4
+    clip_ratio_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Vespo(Reinforce):
+    vespo_k_positive: float = 2.0
+    vespo_lambda_positive: float = 3.0
+    vespo_k_negative: float = 3.0
+    vespo_lambda_negative: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -103,19 +123,23 @@ LOSSES: dict[str, type[Reinforce]] = {
     "cispo": Cispo,
     "sapo": Sapo,
     "dppo": Dppo,
+    "gmpo": Gmpo,
+    "vespo": Vespo,
     "reinforce": Reinforce,
     "importance_sampling": ImportanceSampling,
 }
 """Losses (`losses.policy_gradient.LOSSES`) by their names."""
 
 
+SHARED = ("ratio_level", "loss_aggregation", "off_policy_mask")
+
+
 def bounds_of(loss: str) -> dict[str, Any]:
     """Return a loss's own settings with their defaults."""
-    shared = ("loss_aggregation", "ratio_level")
-    return {key.name: key.default for key in fields(LOSSES[loss]) if key.name not in shared}
+    return {key.name: key.default for key in fields(LOSSES[loss]) if key.name not in SHARED}
 
 
-COMPARING = ("std", "std_sample", "mean", "rloo")  # with the other answers to the prompt
+COMPARING = ("std", "std_sample", "mean", "rloo", "maxrl")  # with the other answers to the prompt
 ADVANTAGES = (*COMPARING, "none")
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -138,6 +162,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "loss_aggregation": "token", "advantage": "std"},
     "sapo": {"loss": "sapo", "loss_aggregation": "sequence", "advantage": "std"},
     "dppo": {"loss": "dppo", "loss_aggregation": "token", "advantage": "mean"},
+    "gmpo": {"loss": "gmpo", "loss_aggregation": "sequence", "advantage": "std"},
+    "vespo": {"loss": "vespo", "loss_aggregation": "token", "advantage": "std"},
+    "luspo": {
+        "loss": "clip",
+        "ratio_level": "sequence",
+        "clip_ratio": 2e-3,
+        "clip_ratio_high": 2.5e-3,
+        "loss_aggregation": "sequence_sum",
+        "advantage": "std",
+    },
+    "gpg": {"loss": "reinforce", "loss_aggregation": "token", "advantage": "mean"},
+    "maxrl": {"loss": "clip", "loss_aggregation": "token", "advantage": "maxrl"},
     "reinforce": {"loss": "reinforce", "loss_aggregation": "sequence_sum", "advantage": "none"},
     "rloo": {"loss": "clip", "loss_aggregation": "token", "advantage": "rloo"},
     "reinforce_pp": {
@@ -159,7 +195,7 @@ read, none of them."""
 
 ADVANTAGE = {"advantage": "std", "advantage_whiten": False, "credit": "episode", "turn_gamma": 1.0}
 BOUNDS = tuple(dict.fromkeys(key for loss in LOSSES for key in bounds_of(loss)))
-PRESET_KEYS = ("loss", "ratio_level", "loss_aggregation", *ADVANTAGE, *BOUNDS)
+PRESET_KEYS = ("loss", *SHARED, *ADVANTAGE, *BOUNDS)
 
 
 class AlgorithmSection(Section):
@@ -169,7 +205,7 @@ class AlgorithmSection(Section):
     """Preset of loss, ratio_level, loss_aggregation, advantage and bounds; each can be set too
     (docs/algorithms.md)."""
     loss: str | None = None
-    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce",
+    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "gmpo", "vespo", "reinforce",
     "importance_sampling", or your own loss, "python:file.py:function"
     (docs/your_environment.md); default: the algorithm's."""
     ratio_level: RatioLevel | None = None
@@ -181,7 +217,7 @@ class AlgorithmSection(Section):
     constant_length: int | None = Field(None, ge=1)
     """Length that loss_aggregation = "constant" divides by; default: atropos.max_token_length."""
     advantage: str | None = None
-    """"std", "std_sample", "mean", "rloo", "none" (the reward itself), or
+    """"std", "std_sample", "mean", "rloo", "maxrl", "none" (the reward itself), or
     "python:file.py:function"."""
     advantage_whiten: bool | None = None
     """Subtract the mean of the advantages and divide by their std, over all tokens of the step
@@ -192,11 +228,11 @@ class AlgorithmSection(Section):
     turn_gamma: float | None = Field(None, ge=0, le=1)
     """credit = "turn": discount of a reward for each turn between it and the token; 1."""
     clip_ratio: float | None = Field(None, ge=0, le=1)
-    """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4),
-    "cispo" 1."""
+    """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4, luspo
+    2e-3), "cispo" 1; "gmpo" 0.4: ratio >= e^-clip_ratio."""
     clip_ratio_high: float | None = Field(None, ge=0)
-    """Bound above: ratio <= 1 + clip_ratio_high; "cispo" 4, dapo 0.28, gspo 4e-4, else
-    clip_ratio."""
+    """Bound above: ratio <= 1 + clip_ratio_high ("gmpo": e^clip_ratio_high); "cispo" 4, dapo 0.28,
+    gspo 4e-4, luspo 2.5e-3, else clip_ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """"dual_clip": largest loss of a token in units of its negative advantage; 3."""
     ratio_delta: float | None = Field(None, gt=1)
@@ -214,6 +250,17 @@ class AlgorithmSection(Section):
     counts; 0.2."""
     dppo_kl: float | None = Field(None, ge=0)
     """"dppo": weight of (log-probability - the sampler's)²; 0.001."""
+    vespo_k_positive: float | None = Field(None, ge=0)
+    """"vespo": power of the sequence's ratio in its weight, for positive advantages; 2."""
+    vespo_lambda_positive: float | None = Field(None, ge=0)
+    """"vespo": decay of that weight with the ratio, for positive advantages; 3."""
+    vespo_k_negative: float | None = Field(None, ge=0)
+    """"vespo": the power for negative advantages; 3."""
+    vespo_lambda_negative: float | None = Field(None, ge=0)
+    """"vespo": the decay for negative advantages; 2."""
+    off_policy_mask: float | None = Field(None, gt=0)
+    """Leave answers with a negative advantage out whose mean log(sampler / policy) is above this,
+    in nats (DeepSeek-V3.2); default: off."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
@@ -317,8 +364,13 @@ class PrepareConfig(Section):
     and as 0 in the means of a loss over sequences (DAPO, TRL)."""
 
 
-def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
-    """Raises ValueError: keys of PrepareConfig that contradict each other."""
+def check_prepared(config: PrepareConfig, kl_beta: float, loss: str | None = None) -> None:
+    """Raises ValueError: keys of PrepareConfig that contradict each other, or the loss."""
+    if loss == "vespo" and config.sampler_correction not in ("auto", "none"):
+        raise ValueError(
+            f"sampler_correction = {config.sampler_correction!r}, but vespo's weight is against the"
+            ' sampler already: "none", or leave it out'
+        )
     if config.router_replay_prompts and config.router_replay == "off":
         raise ValueError(
             'router_replay_prompts = true, but router_replay = "off": no experts are repeated'

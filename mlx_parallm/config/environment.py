@@ -21,7 +21,7 @@ from mlx_parallm.execution.user_code import is_reference
 HUB_PREFIX = "hf:"
 PASS_RATE = "pass_rate"
 """Column of a data set: the share of answers to a prompt that are right."""
-Method = Literal["absolute", "relative", "pareto"]
+Method = Literal["absolute", "relative", "gdpo", "pareto"]
 
 
 class Section(BaseModel):
@@ -139,7 +139,8 @@ class EnvironmentConfig(Section):
     tool_success, 1.5 for task_completion, 0.5 for efficiency."""
     reward_method: Method = "absolute"
     """Number that is trained on: the weighted sum (absolute), its rank in the group (relative),
-    or the rank of the rewards' Pareto front (pareto)."""
+    the weighted sum of each reward's z-score in the group (gdpo), or the rank of the rewards'
+    Pareto front (pareto)."""
     reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
 

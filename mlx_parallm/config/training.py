@@ -452,7 +452,7 @@ class RLTrainingConfig(LearningSection):
                 f"lora.adalora.tinit ({adalora.tinit}) and tfinal ({adalora.tfinal}) leave none of"
                 f" {self.total_steps} steps for the ranks to go down"
             )
-        check_prepared(self, self.kl_beta)
+        check_prepared(self, self.kl_beta, self.loss)
         if (
             self.lora.qat_bits is not None
             and self.algorithm not in (*DATA_ALGORITHMS, *PREFER_SAMPLED)

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.types import Rollout, RolloutGroup, has_score
 
 STD_EPSILON = 1e-8
@@ -22,7 +23,7 @@ LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
 # relative to the largest reward (at least 1): dividing by rounding noise would amplify it
 EQUAL_TOLERANCE = 1e-6
 
-AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "none"]
+AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "maxrl", "none"]
 KINDS = get_args(AdvantageKind)
 Estimator = Callable[[Sequence[float]], tuple[float, ...] | None]
 
@@ -37,14 +38,16 @@ def group_advantages(
     std_sample   the same with the sample's std, divided by G - 1 (as TRL, verl)
     mean         r - mean (Dr. GRPO, arXiv:2503.20783)
     rloo         r - mean of the others = G / (G - 1) · (r - mean) (arXiv:2402.14740)
+    maxrl        (r - mean) / mean, of rewards from 0 on (MaxRL, arXiv:2602.02710)
     none         r itself (REINFORCE)
 
     None: all are equal up to rounding ("none": all are 0). Raises ValueError: another kind.
+    ConfigError: "maxrl" of a reward below 0.
 
     Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107,
     -0.707107],
     std_sample: [1.154701, -0.577350, -0.577350], mean: [0.666667, -0.333333, -0.333333], rloo: [1,
-    -0.5, -0.5].
+    -0.5, -0.5], maxrl: [2, -1, -1].
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not a kind of advantage; there are {', '.join(KINDS)}")
@@ -69,6 +72,13 @@ def _group_advantages(
     count = len(rewards)
     mean = math.fsum(rewards) / count
     centred = [reward - mean for reward in rewards]
+    if kind == "maxrl":
+        if min(rewards) < 0:
+            raise ConfigError(
+                f'advantage = "maxrl" divides by the mean of rewards from 0 on: {min(rewards):g} is'
+                " below"
+            )
+        return tuple(value / mean for value in centred)
     if kind in ("mean", "rloo"):
         scale = count / (count - 1) if kind == "rloo" else 1.0
         return tuple(scale * value * unit for value in centred)

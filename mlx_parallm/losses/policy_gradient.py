@@ -17,10 +17,12 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_parallm.losses.kl import token_kl, token_ratio
+from mlx_parallm.losses.kl import LOG_RATIO_LIMIT, token_kl, token_ratio
 from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggregate, masked
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
+# VESPO's bounds of a sequence's log-ratio, as the authors' and TRL's: log 1e-8 and 20
+VESPO_LOG_WEIGHT = -18.420681, 20.0
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 CLIP_METRICS: dict[RatioLevel, tuple[str, ...]] = {
@@ -42,6 +44,7 @@ class LossOptions:
     kl_estimator: KLEstimatorName
     entropy_weight: float
     entropy_aggregation: Aggregation
+    off_policy_mask: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class Terms:
         return self.inputs.ratio_logprobs
 
     @cached_property
+    def log_ratio(self) -> mx.array:
+        """Each token's own: logprobs - old_logprobs."""
+        return self.logprobs - self.old_logprobs
+
+    def sequence_mean(self, values: mx.array) -> mx.array:
+        """Return the mean of `values` [B, T] over each sequence's tokens, [B, 1]."""
+        lengths = mx.maximum(self.inputs.mask.sum(axis=-1, keepdims=True), 1)
+        return masked(values, self.inputs.mask).sum(axis=-1, keepdims=True) / lengths
+
+    @cached_property
     def ratio(self) -> mx.array:
         """ "token": exp(logprobs - old_logprobs), its logarithm kept within ±20.
 
@@ -78,12 +91,10 @@ class Terms:
         level = self.ratio_level
         if level == "token":
             return token_ratio(self.logprobs, self.old_logprobs)
-        log_ratio = self.logprobs - self.old_logprobs
-        lengths = mx.maximum(self.inputs.mask.sum(axis=-1, keepdims=True), 1)
-        mean = log_ratio.sum(axis=-1, keepdims=True) / lengths
+        mean = self.sequence_mean(self.log_ratio)
         sequence = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
         if level == "sequence":
-            return mx.broadcast_to(sequence, log_ratio.shape)
+            return mx.broadcast_to(sequence, self.log_ratio.shape)
         return mx.stop_gradient(sequence) * mx.exp(self.logprobs - mx.stop_gradient(self.logprobs))
 
 
@@ -189,6 +200,51 @@ def dppo(terms: Terms, *, dppo_low: float, dppo_high: float, dppo_kl: float) -> 
     return TokenLoss(values, dropped, dppo_kl * mx.square(terms.logprobs - terms.old_logprobs))
 
 
+def gmpo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLoss:
+    """-exp(mean of a sequence's bounded log-ratios) · A: the geometric mean of its tokens' ratios,
+    each bounded first, [e^-clip_ratio, e^clip_ratio_high], on the side that A pushes it to.
+
+    GMPO (arXiv:2507.20673); its range is e^±0.4, and its mean over sequences is
+    loss_aggregation = "sequence". Worked, 0.4 / 0.4, A = 1: log-ratios 1 and -0.2 → exp((0.4 -
+    0.2) / 2) = 1.105171 → -1.105171, and no gradient by the first token; A = -1: exp((1 - 0.2) / 2)
+    = 1.491825 → 1.491825.
+    """
+    log_ratio, up = terms.log_ratio, terms.advantages > 0
+    bounded = mx.where(
+        up, mx.minimum(log_ratio, clip_ratio_high), mx.maximum(log_ratio, -clip_ratio)
+    )
+    mean = terms.sequence_mean(bounded)
+    ratio = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
+    down = terms.advantages < 0
+    clipped = (up & (log_ratio > clip_ratio_high)) | (down & (log_ratio < -clip_ratio))
+    return TokenLoss(-ratio * terms.advantages, clipped)
+
+
+def vespo(
+    terms: Terms,
+    *,
+    vespo_k_positive: float,
+    vespo_lambda_positive: float,
+    vespo_k_negative: float,
+    vespo_lambda_negative: float,
+) -> TokenLoss:
+    """-sg(φ(W)) · A · logprobs, φ(W) = W^k · exp(λ · (1 - W)), k and λ by the sign of A. W is the
+    *product* of a sequence's ratios, against the policy that sampled it; φ is 1 at W = 1 and fades
+    on both sides.
+
+    VESPO (arXiv:2602.10693), with TRL's bounds of log W. Worked, k 2, λ 3, A = 1: ratios 2 and 1 →
+    W = 2, φ = 4 · e^-3 = 0.199148; logprob -0.5 → 0.099574, gradient by it -0.199148.
+    """
+    log_ratio = mx.clip(terms.log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    low, high = VESPO_LOG_WEIGHT
+    log_weight = mx.clip(log_ratio.sum(axis=-1, keepdims=True), low, high)
+    up = terms.advantages >= 0
+    k = mx.where(up, vespo_k_positive, vespo_k_negative)
+    fades = mx.where(up, vespo_lambda_positive, vespo_lambda_negative)
+    phi = mx.stop_gradient(mx.exp(k * log_weight + fades * (1.0 - mx.exp(log_weight))))
+    return TokenLoss(-phi * terms.advantages * terms.logprobs)
+
+
 def reinforce(terms: Terms) -> TokenLoss:
     """-A · logprobs (Williams 1992). No ratio: right only for rollouts of the policy that is
     trained.
@@ -221,9 +277,35 @@ def _surrogate(terms: Terms, low: float, high: float) -> tuple[mx.array, mx.arra
 
 LOSSES: dict[str, Callable[..., TokenLoss]] = {
     function.__name__: function
-    for function in (clip, dual_clip, two_sided, cispo, sapo, dppo, reinforce, importance_sampling)
+    for function in (
+        clip,
+        dual_clip,
+        two_sided,
+        cispo,
+        sapo,
+        dppo,
+        gmpo,
+        vespo,
+        reinforce,
+        importance_sampling,
+    )
 }
 """By name; each takes `Terms`, and its settings by keyword."""
+
+
+def off_policy(terms: Terms, threshold: float) -> mx.array:
+    """Return which tokens [B, T] are of an answer with A < 0 that the policy has left: the mean of
+    log(sampler / policy) over its tokens is above `threshold`, in nats. The sampler is
+    rollout_logprobs (else old_logprobs).
+
+    Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556). Worked, threshold 0.5: a
+    sequence with log(sampler / policy) = [1, 0.2] has the mean 0.6: masked with A = -1, kept with
+    A = 1.
+    """
+    sampled = terms.inputs.rollout_logprobs
+    old = terms.old_logprobs if sampled is None else masked(sampled, terms.inputs.mask)
+    left = terms.sequence_mean(old - mx.stop_gradient(terms.logprobs)) > threshold
+    return (terms.advantages < 0) & left
 
 
 def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
@@ -233,33 +315,21 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters
     through the advantages alone. "k3_ratio" multiplies the KL by the loss's own ratio. The entropy
     has its own aggregation (`entropy_aggregation`): with "token" it is the mean over tokens
-    whatever the loss divides by, as in TRL.
+    whatever the loss divides by, as in TRL. `off_policy_mask` leaves the policy loss of answers out
+    that the policy has left (`off_policy`); they still count in the aggregation.
 
     Worked: entropies [[1, 2], [6, -]] with weight 0.1 and the aggregation "sequence": -0.1 · (1.5 +
     6) / 2 = -0.375 with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
 
     Metrics: policy_loss; ratio_mean if there is a ratio; clip_fraction, the share of tokens at
     which the loss's bound acts, if it has one (where ratios are of whole sequences also as
-    sequence_clip_fraction); `kl` and `entropy` (token means) where
-    `ref_logprobs` and `entropy` are given. Raises ValueError when the input of a weighted term is
-    missing.
+    sequence_clip_fraction); off_policy_masked, the share of tokens that the mask leaves out; `kl`
+    and `entropy` (token means) where `ref_logprobs` and `entropy` are given. Raises ValueError when
+    the input of a weighted term is missing.
     """
     terms = Terms(inputs, options.ratio_level)
     kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta != 0
-    token = options.token_loss(terms)
-    values = (
-        token.values
-        if inputs.weights is None
-        else token.values * masked(inputs.weights, inputs.mask)
-    )
-    metrics = {"policy_loss": aggregate(values, inputs, options.aggregation)}
-    if inputs.old_logprobs is not None or inputs.rollout_logprobs is not None:
-        metrics["ratio_mean"] = aggregate(terms.ratio, inputs)
-    if token.clipped is not None:
-        clipped = aggregate(token.clipped.astype(mx.float32), inputs)
-        metrics |= dict.fromkeys(CLIP_METRICS[options.ratio_level], clipped)
-    if token.penalty is not None:
-        values = values + token.penalty
+    values, metrics = _policy_values(terms, options)
     if inputs.ref_logprobs is not None:
         kl = token_kl(
             inputs,
@@ -282,3 +352,22 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
             inputs.entropy, inputs, options.entropy_aggregation
         )
     return LossOutputs(loss, metrics)
+
+
+def _policy_values(terms: Terms, options: LossOptions) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return the token loss [B, T] as `policy_loss` weighs it, and its metrics."""
+    inputs, token = terms.inputs, options.token_loss(terms)
+    values, metrics = token.values, {}
+    if inputs.weights is not None:
+        values = values * masked(inputs.weights, inputs.mask)
+    if options.off_policy_mask is not None:
+        left_out = off_policy(terms, options.off_policy_mask)
+        values = mx.where(left_out, 0.0, values)
+        metrics["off_policy_masked"] = aggregate(left_out.astype(mx.float32), inputs)
+    metrics["policy_loss"] = aggregate(values, inputs, options.aggregation)
+    if inputs.old_logprobs is not None or inputs.rollout_logprobs is not None:
+        metrics["ratio_mean"] = aggregate(terms.ratio, inputs)
+    if token.clipped is not None:
+        clipped = aggregate(token.clipped.astype(mx.float32), inputs)
+        metrics |= dict.fromkeys(CLIP_METRICS[options.ratio_level], clipped)
+    return values if token.penalty is None else values + token.penalty, metrics

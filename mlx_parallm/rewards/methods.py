@@ -2,6 +2,7 @@
 
 absolute   the weighted sum of its parts: each trajectory on its own
 relative   the rank of that sum among the others, equal sums sharing their mean rank, as a z-score
+gdpo       the weighted sum of its parts' z-scores, each among the others (sample deviation)
 pareto     every part is a separate objective: 1 on the first front, less on each further one
 
 `combine` does it for one group; a `RewardComputer` for trajectories of many, from Python or named
@@ -57,6 +58,23 @@ def _of_numbers(
 ) -> list[float]:
     results = iter(function([value for value in values_N if not math.isnan(value)]))
     return [value if math.isnan(value) else next(results) for value in values_N]
+
+
+def standardized_parts(parts_N: Sequence[Parts], names: Sequence[str]) -> list[dict[str, float]]:
+    """Return the parts with (value - mean) / standard deviation of a sample in the place of each
+    value; 0 where all are equal. A part that does not apply is in neither.
+
+    GDPO (arXiv:2601.05242), eq. 4. Worked, two answers: values 0 and 1 → ∓0.707107.
+    """
+    results: list[dict[str, float]] = [{} for _ in parts_N]
+    for name in names:
+        values = {
+            n: value for n, parts in enumerate(parts_N) for _, value in _applicable(parts, [name])
+        }
+        of_a_sample = math.sqrt((len(values) - 1) / len(values)) if values else 0.0
+        for n, value in zip(values, standardize(list(values.values())), strict=True):
+            results[n][name] = value * of_a_sample
+    return results
 
 
 def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
@@ -123,6 +141,8 @@ def combine(
             for position, parts in enumerate(parts_N)
             if any(_applies(parts, name) for name in weights)
         ]
+        if method == "gdpo":
+            parts_N = standardized_parts(parts_N, list(weights))
         applicable = (_applicable(parts_N[position], weights) for position in ranked)
         rewards = [
             math.fsum(weights[name] * value for name, value in parts) for parts in applicable
@@ -173,8 +193,8 @@ class RewardComputer(ABC):
         self, trajectories: Sequence[Trajectory], method: Method | None = None
     ) -> list[float | None]:
         """Return one number for each trajectory; None for one to which no part applies, which is
-        not compared with others. `relative` and `pareto` compare the trajectories of one prompt
-        (`group_id`); those that are alone in their group are compared with each other.
+        not compared with others. `relative`, `gdpo` and `pareto` compare the trajectories of one
+        prompt (`group_id`); those that are alone in their group are compared with each other.
 
         Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD.
         """

@@ -114,6 +114,7 @@ MAY_CHANGE = (
             "entropy_weight",
             "entropy_aggregation",
             *BOUNDS,
+            "off_policy_mask",
             "overlong_buffer",
             "overlong_length",
             "sampler_correction*",

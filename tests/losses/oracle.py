@@ -36,6 +36,7 @@ class Terms:
         self, level: str, settings: dict[str, Any], new: Array, frozen: Array, old: Array
     ) -> None:
         self.new, self.settings, self.advantages = new, settings, fixtures.ADVANTAGES
+        self.log_ratio, self.held_log_ratio = new - old, frozen - old
         self.ratio, self.held = _ratio(level, new, frozen, old), _ratio(level, frozen, frozen, old)
         self.bounds = _bounds(settings.get("clip_ratio", 0), settings.get("clip_ratio_high"))
         self.moved = np.exp(frozen) - np.exp(old)
@@ -67,6 +68,24 @@ def _dppo(t: Terms) -> Array:
     return np.where(too_far, 0, -t.ratio * t.advantages)
 
 
+def _gmpo(t: Terms) -> Array:
+    low, high = -t.settings["clip_ratio"], t.settings["clip_ratio_high"]
+    up = np.minimum(t.log_ratio, high)
+    return (
+        -np.exp(_mean(np.where(t.advantages > 0, up, np.maximum(t.log_ratio, low)))) * t.advantages
+    )
+
+
+def _vespo(t: Terms) -> Array:
+    weight = np.exp(_mean(t.held_log_ratio) * LENGTHS)
+    sign = np.where(t.advantages >= 0, "positive", "negative")
+    k, decay = (
+        np.vectorize(lambda s, name=name: t.settings[f"vespo_{name}_{s}"])(sign)
+        for name in ("k", "lambda")
+    )
+    return -(weight**k) * np.exp(decay * (1 - weight)) * t.advantages * t.new
+
+
 FORMULAS: dict[str, Callable[[Terms], Array]] = {
     "clip": lambda t: t.below(np.inf),
     "dual_clip": _dual_clip,
@@ -74,6 +93,8 @@ FORMULAS: dict[str, Callable[[Terms], Array]] = {
     "cispo": lambda t: -np.clip(t.held, *t.bounds) * t.advantages * t.new,
     "sapo": _sapo,
     "dppo": _dppo,
+    "gmpo": _gmpo,
+    "vespo": _vespo,
     "reinforce": lambda t: -t.advantages * t.new,
     "importance_sampling": lambda t: -t.ratio * t.advantages,
 }
@@ -84,6 +105,11 @@ SETTINGS: dict[str, dict[str, Any]] = {  # at which a bound of every kind acts i
     "cispo": {"clip_ratio": 0.4, "clip_ratio_high": 1.0},
     "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
     "dppo": {"dppo_low": 0.1, "dppo_high": 0.15, "dppo_kl": 0.02},
+    "gmpo": {"clip_ratio": 0.4, "clip_ratio_high": 0.5},
+    "vespo": {
+        **{"vespo_k_positive": 2.0, "vespo_lambda_positive": 3.0},
+        **{"vespo_k_negative": 3.0, "vespo_lambda_negative": 2.0},
+    },
     "reinforce": {},
     "importance_sampling": {},
 }

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
     AdvantageKind,
     group_advantages,
@@ -44,6 +45,11 @@ def test_a_kind_that_there_is_not() -> None:
             group_advantages(rewards, "grpo")  # type: ignore[arg-type]
 
 
+def test_rewards_below_0_have_no_mean_to_be_a_share_of() -> None:
+    with pytest.raises(ConfigError, match="maxrl"):
+        group_advantages([1.0, -0.5], "maxrl")
+
+
 GROUPS = ([1, 0, 0], [0.5, 0.25, 1])
 
 
@@ -57,6 +63,7 @@ GROUPS = ([1, 0, 0], [0.5, 0.25, 1])
         ("std", 1e-4, [1.413914, -0.706957, -0.706957, -0.267176, -1.068702, 1.335878]),
         ("mean", 0.0, [0.666667, -0.333333, -0.333333, -0.083333, -0.333333, 0.416667]),
         ("rloo", 0.0, [1, -0.5, -0.5, -0.125, -0.5, 0.625]),
+        ("maxrl", 0.0, [2, -1, -1, -0.142857, -0.571429, 0.714286]),
         ("none", 0.0, [1, 0, 0, 0.5, 0.25, 1]),
     ],
 )

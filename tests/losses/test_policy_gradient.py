@@ -330,6 +330,45 @@ def test_worked_tokens_that_depend_on_their_probability() -> None:
     assert made("dppo")(near).metrics["clip_fraction"].item() == 0
 
 
+def two_tokens(log_ratios: list[float], advantage: float, logprob: float = -0.5) -> LossInputs:
+    """One sequence of two tokens."""
+    row = mx.array([[True, True]])
+    new = mx.full((1, 2), logprob)
+    old = new - mx.array([log_ratios])
+    return LossInputs(new, old, mx.full((1, 2), advantage), row, 2.0, 1.0)
+
+
+def test_worked_sequences() -> None:
+    """Each token has the number of its sequence, and the aggregation divides by two tokens."""
+    for advantage, value, slope in ((1.0, -1.105171, [0, -0.552585]), (-1.0, 1.491825, None)):
+        got, gradient = value_and_grad(made("gmpo"), two_tokens([1.0, -0.2], advantage))
+        assert got == pytest.approx(value, abs=1e-6)
+        expected = [value / 2] * 2 if slope is None else slope
+        np.testing.assert_allclose(gradient[0], expected, atol=1e-6)
+    assert made("gmpo")(two_tokens([1.0, -0.2], 1.0)).metrics["clip_fraction"].item() == 0.5
+    got, gradient = value_and_grad(made("vespo"), two_tokens([float(np.log(2)), 0.0], 1.0))
+    assert got == pytest.approx(0.099574, abs=1e-6)
+    np.testing.assert_allclose(gradient[0], [-0.099574] * 2, atol=1e-6)
+    far = two_tokens([60.0, 60.0], 1.0), two_tokens([-60.0, -60.0], -1.0)
+    assert all(abs(made("vespo")(inputs).loss.item()) < 1e-20 for inputs in far), "its weight fades"
+
+
+def test_answers_that_the_policy_has_left_are_masked() -> None:
+    """log(sampler / policy) = [1, 0.2] has the mean 0.6."""
+    left = two_tokens([-1.0, -0.2], -1.0)
+    kept = two_tokens([-1.0, -0.2], 1.0)
+    masked = made("importance_sampling", off_policy_mask=0.5)
+    plain = made("importance_sampling")
+    assert masked(left).loss.item() == 0
+    assert masked(left).metrics["off_policy_masked"].item() == 1
+    for inputs, loss in ((kept, masked), (left, made("importance_sampling", off_policy_mask=0.7))):
+        assert loss(inputs).loss.item() == plain(inputs).loss.item() != 0
+        assert loss(inputs).metrics["off_policy_masked"].item() == 0
+    # against the sampler, whatever the ratio is against
+    near = replace(left, old_logprobs=left.logprobs)
+    assert masked(near).metrics["off_policy_masked"].item() == 1
+
+
 def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
     metrics = made("clip", **DAPO)(fixtures.inputs(0.6)).metrics
     ratio = np.exp(fixtures.NEW - fixtures.rollout_logprobs(0.6))

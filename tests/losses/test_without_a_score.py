@@ -32,8 +32,16 @@ from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup, Trajectory
 
 CASES = int(os.environ.get("PROPERTY_CASES", "60"))
 NOTHING = (None, math.nan, "unscored")
+
+
+def advantages_of(rewards: Any, kind: Any) -> Any:
+    """ "maxrl" has no rewards below 0."""
+    up = abs if kind == "maxrl" else float
+    return group_advantages([reward if reward is None else up(reward) for reward in rewards], kind)
+
+
 ESTIMATORS: dict[str, Callable[[Any], Any]] = {
-    **{kind: lambda rewards, kind=kind: group_advantages(rewards, kind) for kind in KINDS},
+    **{kind: lambda rewards, kind=kind: advantages_of(rewards, kind) for kind in KINDS},
     "raw": raw_rewards,
     "sign": by_sign,
 }
@@ -86,7 +94,7 @@ def test_every_advantage_is_that_of_a_group_without_it() -> None:
         assert (pair and [pair[place] for place in places]) == (alone and list(alone))
         for kind in KINDS:
             numbers = [None if isinstance(reward, str) else reward for reward in rewards]
-            values, expected = group_advantages(numbers, kind), group_advantages(present, kind)
+            values, expected = advantages_of(numbers, kind), advantages_of(present, kind)
             assert (values and tuple(values[place] for place in places)) == expected
 
 

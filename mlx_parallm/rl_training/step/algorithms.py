@@ -166,6 +166,7 @@ def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptio
     read = asdict(config.loss_of(name))
     aggregation: Aggregation = read.pop("loss_aggregation") or "token"
     level: RatioLevel = read.pop("ratio_level", None) or "token"
+    off_policy_mask: float | None = read.pop("off_policy_mask")
     if "clip_ratio_high" in read and read["clip_ratio_high"] is None:
         read["clip_ratio_high"] = read["clip_ratio"]
     return LossOptions(
@@ -175,6 +176,7 @@ def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptio
         kl_estimator=config.kl_estimator,
         entropy_weight=config.entropy_weight,
         entropy_aggregation="token" if config.entropy_aggregation == "token" else aggregation,
+        off_policy_mask=off_policy_mask,
     )
 
 

@@ -515,11 +515,14 @@ def mismatch(parts: np.ndarray) -> Mismatch | None:
 
 def sampler_correction(training: LearningSection, model: nn.Module) -> SamplerCorrection | None:
     """Return the configured correction for a model. "auto" is TIS where `MEASURED_MISMATCH` of it
-    is above `MISMATCH_BOUND`; a loss of the user's own, which need not read weights, has none."""
+    is above `MISMATCH_BOUND`; a loss of the user's own, which need not read weights, has none, and
+    VESPO's weight is against the sampler already."""
     kind = training.sampler_correction
     if kind == "auto":
-        custom = training.loss is not None and is_reference(training.loss)
-        kind = "tis" if not custom and expected_mismatch(model) > MISMATCH_BOUND else "none"
+        corrects = training.loss is not None and (
+            training.loss == "vespo" or is_reference(training.loss)
+        )
+        kind = "tis" if not corrects and expected_mismatch(model) > MISMATCH_BOUND else "none"
     if kind == "none":
         return None
     masks = kind in ("mis", "icepop")

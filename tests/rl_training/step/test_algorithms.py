@@ -22,6 +22,7 @@ from mlx_parallm.rl_training.step.algorithms import (
     whitened,
 )
 from mlx_parallm.rl_training.step.prepare import PreparedBatch
+from mlx_parallm.types import RolloutGroup
 from tests.losses import fixtures
 from tests.rl_training.making import make_config, make_trainer
 from tests.rl_training.rollouts import make_batch, random_groups
@@ -73,6 +74,19 @@ def test_the_registries_and_the_configuration_name_the_same() -> None:
         ("cispo", "cispo", {"clip_ratio": 1.0, "clip_ratio_high": 4.0}),
         ("sapo", "sapo", {"aggregation": "sequence"}),
         ("dppo", "dppo", {"dppo_low": 0.2, "dppo_high": 0.2, "dppo_kl": 1e-3}),
+        ("gmpo", "gmpo", {"clip_ratio": 0.4, "clip_ratio_high": 0.4, "aggregation": "sequence"}),
+        ("vespo", "vespo", {}),
+        (
+            *("luspo", "clip"),
+            {
+                "clip_ratio": 2e-3,
+                "clip_ratio_high": 2.5e-3,
+                "aggregation": "sequence_sum",
+                "ratio_level": "sequence",
+            },
+        ),
+        ("gpg", "reinforce", {}),
+        ("maxrl", "clip", {"clip_ratio": 0.2}),
         ("reinforce", "reinforce", {"aggregation": "sequence_sum"}),
         ("rloo", "clip", {"clip_ratio": 0.2}),
         ("reinforce_pp", "clip", {"clip_ratio": 0.2}),
@@ -92,6 +106,8 @@ def test_a_preset_is_its_loss(name: str, loss: str, options: dict[str, Any]) -> 
         ("dr_grpo", [0.666667, -0.333333, -0.333333]),
         ("dppo", [0.666667, -0.333333, -0.333333]),
         ("rloo", [1, -0.5, -0.5]),
+        ("gpg", [0.666667, -0.333333, -0.333333]),
+        ("maxrl", [2, -1, -1]),
         ("reinforce", [1, 0, 0]),
         ("reinforce_pp", [1, 0, 0]),
         ("ppo", [1, 0, 0]),
@@ -294,12 +310,22 @@ def test_only_what_asks_for_it_has_a_batch_level_step() -> None:
     assert has_one == {"reinforce_pp", "ppo"}
 
 
+def group_of_shares(group: RolloutGroup) -> RolloutGroup:
+    """The same with rewards from 0 on."""
+    rollouts = (
+        replace(rollout, scores={"reward": math.exp(rollout.reward)}) for rollout in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_makes_rewarded_answers_likelier(name: str) -> None:
     """Through the trainer: one step of two updates on rollouts of its own."""
     config = make_config(batch_size=8, algorithm=name, learning_rate=3e-3)
     trainer = make_trainer(config)
     groups = random_groups(4, seed=1)
+    if config.advantage == "maxrl":
+        groups = [group_of_shares(group) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     before = trainer.logprobs(rollouts)
     batch = make_batch(groups, estimate=trainer.algorithm.advantages)
