@@ -181,7 +181,7 @@ def test_svrl_wants_the_account_of_its_environment():
         (lambda: create_reward_computer("parreto"), "did you mean 'pareto'"),
         (
             lambda: WeightedRewardComputer([right]).compute_rewards([trajectory()], "best"),
-            "absolute, relative, pareto",
+            "absolute, relative, gdpo, pareto",
         ),
     ],
 )
