@@ -141,7 +141,7 @@ def facts() -> list[str]:
 
 
 def float32_words() -> str:
-    """Say which float32 products are computed in. Loads MLX."""
+    """Return the precision of float32 products: "whole" or TF32. Loads MLX."""
     if float32_is_tf32():
         return "TF32 (MLX_ENABLE_TF32=0 makes them whole)"
     return "whole"

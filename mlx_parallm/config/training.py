@@ -379,8 +379,8 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
 
     @property
     def eval_limits(self) -> tuple[int, int | None]:
-        """`token_budget`, and `max_eval_ms` in force: a clock decides nothing in deterministic
-        mode."""
+        """`token_budget` and `max_eval_ms`; the latter is None in deterministic mode, which reads
+        no clock."""
         return self.token_budget, None if self.deterministic else self.max_eval_ms
 
 

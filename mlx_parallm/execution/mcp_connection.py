@@ -170,7 +170,7 @@ class MCPConnection:
             from mcp.client.streamable_http import streamable_http_client  # noqa: F401
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
             raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
-        # its tracebacks: results and errors have the words
+        # no tracebacks of the SDK: results and errors say what failed
         logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
 
     @property

@@ -99,7 +99,7 @@ def join(parts: list[Partial]) -> Partial:
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """The same rows over both parts' positions."""
+    """Combine the attention of the same rows over two sets of positions."""
     return Partial(*cast("tuple[mx.array, mx.array, mx.array]", _merge(*first, *second)))
 
 

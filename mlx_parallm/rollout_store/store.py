@@ -35,7 +35,7 @@ KEPT_REJECTS = 200
 KEPT_REASONS = 100_000  # newest rejects that are remembered at all; older ones are only counted
 MAX_NAME_BYTES = 2048  # id, environment and source of a group: their rows are never deleted
 MAX_REASON = 1000  # characters; it may quote the sender
-PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
+PRUNED_AT_ONCE = 64  # payloads deleted under one lock, for which senders of groups wait
 
 SHOWN_CANDIDATES = 5
 PRUNED = "the tokens were pruned (rollouts.keep, rollouts.max_gb)"
@@ -191,7 +191,7 @@ class RolloutStore:
         return self.add_all([group], source=source)[0]
 
     def add_all(self, groups: Sequence[RolloutGroup], *, source: str) -> list[bool]:
-        """The same for several groups: all of them are on the disk, or none."""
+        """Store several groups as `add` does one: all of them are on the disk, or none."""
         arrivals = [_Arrival(group, source) for group in groups]
         self._arrivals.extend(arrivals)  # at once: who writes finds all or none
         with self._changed:

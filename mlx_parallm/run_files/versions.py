@@ -44,8 +44,8 @@ class VersionSteps:
         self._entries = [*self._entries[:-1], (self._entries[-1][0], steps)]
 
     def go_back(self, table: Iterable[Sequence[int]], at: int, *, version: int, steps: int) -> None:
-        """Record a rollback: after `steps` steps, `version` serves the weights of step `at`, when
-        `table` was the `state()`.
+        """Record a rollback after `steps` steps: `version` serves the weights of step `at`, whose
+        `state()` was `table`.
 
         Versions before that step keep their distance to it, so rollouts of the restored weights are
         fresh again.

@@ -122,7 +122,7 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, str]:
-        """Text and calls: two answers that share them are one."""
+        """Text and calls: answers equal in both count as duplicates."""
         return self.text, json.dumps(list(self.tool_calls), sort_keys=True)
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 
 import pytest
 
@@ -10,10 +9,9 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.part_tools import to_binary
-from mlx_parallm.rewards.parts import PARTS, WEIGHTS
+from mlx_parallm.rewards.parts import PARTS
 from mlx_parallm.system import patterns
 from mlx_parallm.types import Rollout, Trajectory
-from tests.pages import section
 
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
@@ -37,19 +35,6 @@ async def score(name, trajectories, options=None, prompt="asked", **row):
 
 async def text_scores(name, *texts, options=None, **row):
     return await score(name, [trajectory(text) for text in texts], options, **row)
-
-
-def test_every_part_has_a_weight():
-    assert set(WEIGHTS) == set(PARTS)
-    assert {name: weight for name, weight in WEIGHTS.items() if weight != 1} == {
-        **{"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
-    }
-
-
-def test_the_page_tells_every_weight():
-    page = section("rewards.md", "The parts")
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE))
-    assert {name: float(weight) for name, weight in rows.items()} == dict(WEIGHTS)
 
 
 def test_to_binary():

@@ -170,7 +170,7 @@ def compare_texts(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
 
 
 def compare_chats(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) -> tuple[int, int]:
-    """The same for conversations; those that our own template refuses are left out."""
+    """Compare conversations as `compare_texts` does texts; skip those that our template refuses."""
     compared = equal = 0
     for chat in CHATS if tokenizer.has_chat_template else ():
         try:

@@ -468,7 +468,7 @@ def why_not_by_tokens(model: nn.Module) -> str:
 
 
 def can_lie_by_tokens(blueprint: nn.Module) -> bool:
-    """The same by shapes alone, before anything is loaded: evaluates no weight."""
+    """Return whether keys and values can lie by tokens, judged by shapes before weights load."""
     try:
         _step_over_segments(blueprint, AS_COMPUTED)
     except (*_PROBE_ERRORS, CannotBatchError):

@@ -145,7 +145,7 @@ class TinkerService:
         return self.names[0]
 
     def create_session(self, body: CreateSessionBody) -> ClientSession:
-        """Raises ServerBusyError: there are MOST_SESSIONS of clients that are not gone."""
+        """Raises ServerBusyError: MOST_SESSIONS clients have a session already."""
         now = time.time()
         self._forget_sessions(now, FORGOTTEN_AFTER_S)
         if len(self.sessions) >= MOST_SESSIONS:

@@ -203,7 +203,7 @@ def _wide_slopes(
 
 
 def _wide_quantized_product(x: mx.array, layer: Any) -> mx.array:
-    """The same with quantised weights, which have no gradient."""
+    """Multiply by quantised weights, which have no gradient."""
 
     def multiply(x: mx.array, piece: slice, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(

@@ -69,7 +69,7 @@ class SharedRows:
     owner: np.ndarray  # [B] int32: the prompt of each row
     # [N] int32: the scored positions, in prompts and rests, flattened and end to end
     positions: np.ndarray
-    places: np.ndarray  # [B, T] int32: where each token of the rows is there; -1 = nowhere
+    places: np.ndarray  # [B, T] int32: the place of each token of the rows in it; -1: no place
 
     @property
     def tokens(self) -> int:

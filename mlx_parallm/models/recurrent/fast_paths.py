@@ -104,7 +104,7 @@ def _is_proved(name: str, fast: Function, ours: Function, inputs: Sequence[mx.ar
 
 
 def _with_slopes(function: Function, inputs: Sequence[mx.array]) -> list[mx.array]:
-    """Outputs, and the gradients of their sum with fixed weights by the floating inputs."""
+    """Return the outputs, and the gradients of a weighted sum of them by each floating input."""
     floating = [place for place, x in enumerate(inputs) if mx.issubdtype(x.dtype, mx.floating)]
 
     def of_floating(*arrays: mx.array) -> list[mx.array]:

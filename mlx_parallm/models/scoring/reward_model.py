@@ -221,7 +221,8 @@ class RewardScorer:
     def _tokens(
         self, conversations: Sequence[Conversation], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[list[int]], dict[int, RequestError]]:
-        """The tokens of each conversation, empty if it cannot be read, and why, by place."""
+        """Return the tokens of each conversation, and the errors of unreadable ones by their
+        index; the tokens of these are empty."""
         model = self._model.result()
         readable: list[list[int]] = []
         problems: dict[int, RequestError] = {}

@@ -92,7 +92,8 @@ def not_told_apart(evidence: Evidence) -> Sign | None:
 
 
 def _compared(evidence: Evidence, key: str) -> list[tuple[str, float, float]]:
-    """A number first and now: of the same held-out rows, if there are some, and of the steps."""
+    """Return a metric's first and newest value, by name: on the held-out rows, if there are some,
+    and of the training steps."""
     pairs = []
     if (held_out := _held_out(evidence, key)) is not None:
         pairs.append((f"eval/{key}", *held_out))

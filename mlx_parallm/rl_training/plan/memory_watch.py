@@ -114,8 +114,8 @@ def needed_bytes(estimate: MemoryEstimate) -> int:
 
 
 def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
-    steps with these lines."""
+    """Return the measured peak that `needed_bytes` predicts: of this process (resident), or of
+    MLX's arrays in the steps with these lines."""
     if arrays_are_in_the_process():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

@@ -62,11 +62,11 @@ class ModelShape:
     widened: str = ""  # the checkpoint's dtype, if the weights take more than they would in it
     # bytes of the models that companions have in this process, by part (companions.py)
     beside: Mapping[str, int] = field(default_factory=dict)
-    reward_models: int = 0  # bytes of those that score answers in this process
-    lends_base: bool = False  # one of them has the base's arrays
-    products: int = 0  # numbers of AdaLoRA's B, saved with and without E
-    adapted: int = 0  # numbers of the layers that have an adapter
-    rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
+    reward_models: int = 0  # bytes of the reward models in this process
+    lends_base: bool = False  # a reward model shares the base's arrays
+    products: int = 0  # parameters of AdaLoRA's B, saved with and without E
+    adapted: int = 0  # parameters of the layers that have an adapter
+    rounded: int = 0  # qat_bits: parameters of the other layers, which the trainer quantises
     small: int = 0  # trained parameters whose optimizer states are never in 8 bits
     routes: int = 0  # bytes of a sampled token's recorded experts, if they are repeated
     tower: int = 0  # bytes of the part that sees

@@ -151,7 +151,7 @@ class PlannedRun:
 
     @property
     def least(self) -> "PlannedRun":
-        """The same run with one block an evaluation, where their number is open."""
+        """This run with one block an evaluation, unless the configuration sets their number."""
         return replace(self, room=None)
 
     @property

@@ -285,7 +285,7 @@ def _tokens(shapes: Sequence[tuple[int, int]]) -> int:
 
 
 def _cost(shapes: Sequence[tuple[int, int]]) -> float:
-    """The same with attention, in tokens of short rows."""
+    """Return the cost with attention, in tokens of short rows."""
     return sum(count * width * (1 + width / ATTENTION_WIDTH) for count, width in shapes)
 
 

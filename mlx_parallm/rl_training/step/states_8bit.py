@@ -115,7 +115,7 @@ class AdamW8bit(optimizers.AdamW):
 
 
 class Lion8bit(optimizers.Lion):
-    """The same of Lion: `m_codes`, `m_absmax`."""
+    """Lion with 8-bit states: `m_codes`, `m_absmax`."""
 
     def init_single(self, parameter: mx.array, state: State) -> None:
         state |= _zeros(parameter, ("m",))

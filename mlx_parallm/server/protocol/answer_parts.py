@@ -325,7 +325,7 @@ class AnswerSplitter:
         if self._work >= MOST_WORK:
             return False
         if self._state == _BARE and marker not in self._region[0]:
-            # the tag ends the call if that makes it one
+            # the tag closes the region only if the region then reads as a call
             return marker != self._region[0] and not self._read_region(marker, cut_off=False).calls
         if not inside_value(self._format.tool_format, text):
             return False

@@ -87,8 +87,7 @@ def chat_body(fields: Mapping[str, Any], in_chat: Mapping[str, str]) -> ChatBody
 
 
 def renamed(error: RequestError, in_chat: Mapping[str, str]) -> RequestError:
-    """The same error in the words of the client's API; of another class of error only the class
-    is kept."""
+    """Return the error with the field names of the client's API. Its class stays."""
     text, param = str(error), error.param
     for chat, client_name in in_chat.items():
         text = text.replace(f"{chat!r}", f"{client_name!r}")

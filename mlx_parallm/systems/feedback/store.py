@@ -531,7 +531,7 @@ def _count(connection: Connection, what: str, kind: str, outcome: str, *, number
 def _give_up(
     connection: Connection, answer: str, reason: str, *, outcome: str | None = None
 ) -> None:
-    """`outcome`: as which it is counted; None: by its reason."""
+    """`outcome`: the name under which it is counted; None: its reason."""
     connection.execute(
         "UPDATE answers SET state = 'unused', reason = ? WHERE id = ?", (reason, answer)
     )

@@ -48,7 +48,8 @@ class SquareProcessor:
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
-        """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
+        """Return the normalisation of pixels: the factor of 0 … 255, and mean and deviation of each
+        channel."""
         square = self._square
         return square.rescale_factor, [*square.image_mean], [*square.image_std]
 

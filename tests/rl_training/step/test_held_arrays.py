@@ -45,7 +45,7 @@ def test_a_checkpoint_has_every_array_of_an_adapter(
             policy.slots = ParameterSlots(policy.model)
         policy.held.write([mx.random.normal(array.shape) * 0.1 for array in policy.held.read()])
     ours, theirs = arrays_of(policies[0]), arrays_of(policies[1])
-    assert ours.keys() == set(trained) and not equal(ours, theirs)
+    assert set(trained) <= ours.keys() and not equal(ours, theirs)
 
     policies[1].save(tmp_path)
     teacher = policies[0].saved(tmp_path)
