@@ -9,12 +9,14 @@ Imports nothing but the standard library and `system/packages.py`: `mlx_parallm 
 leaves.
 """
 
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_parallm import __version__
 from mlx_parallm.system.packages import is_installed
@@ -62,9 +64,32 @@ class Command:
     def parser(self, prog: str) -> tuple[ArgumentParser, Callable[[Namespace], int]]:
         """Return the parser of this command and what carries it out."""
         description = f"{self.summary} {self.details}".strip()
-        parser = ArgumentParser(prog, description=description, allow_abbrev=False)
+        parser = CommandParser(prog, description=description, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
         return parser, imported(self.arguments).added_to(parser)
+
+
+class CommandParser(ArgumentParser):
+    """A parser that names the flag or the action that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self._hint(message))
+
+    def _hint(self, message: str) -> str:
+        word, names = "", list[str]()
+        if wrong := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            word, names = wrong[1], self._flags()
+        elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            word, names = wrong[1], re.findall(r"'?([^', ]+)'?", wrong[2])
+        near = get_close_matches(word, names, n=1)
+        return f"; did you mean {near[0]!r}?" if near else ""
+
+    def _flags(self) -> list[str]:
+        """The flags of a parser and of its actions' parsers."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        inner = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        parsers = [each for choices in inner for each in choices.values()]
+        return [*flags, *(flag for each in parsers for flag in each._flags())]
 
 
 @dataclass(frozen=True)

@@ -282,5 +282,6 @@ def _is_theirs(filename: str) -> bool:
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Return the likeliest of the names as the end of a sentence; "" if none is alike."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    plain = {each.casefold(): each for each in reversed(names)}
+    near = difflib.get_close_matches(name.casefold(), plain, n=1, cutoff=0.4)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""

@@ -307,3 +307,20 @@ def test_a_reader_that_closes_the_pipe_ends_a_printing_command_in_order() -> Non
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("eval --config quickstart --poblems 3", "--problems"),
+        ("train --model=x --sets a=b", "--set"),
+        ("serve --prot=80", "--port"),
+        ("traces biuld x", "build"),
+    ],
+)
+def test_a_word_that_argparse_does_not_know_is_answered_by_the_nearest(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant!r}?\n")

@@ -147,6 +147,7 @@ def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
             "--algorithm dpo learns from the rows alone: leave out --reward",
         ),
         ([*OWN, "--algorithm", "grop"], "did you mean 'grpo'"),
+        ([*OWN, "--algorithm", "GRPO"], "did you mean 'grpo'"),
         ([*OWN[:4], "--algorithm", "dop"], "did you mean 'dpo'"),
         ([*OWN, "--algorithm", "rloo"], "--set rl_training.algorithm=rloo"),
     ],

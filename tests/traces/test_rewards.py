@@ -83,6 +83,18 @@ def test_a_weight_of_an_unknown_part_is_refused() -> None:
         RewardEngine(["format"], weights={"speed": 1.0})
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), None, "1"])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigError, match="weight of 'format'"):
+        RewardEngine(["format"], weights={"format": weight})
+
+
+@pytest.mark.parametrize("part", [len, lambda trace: 1.0, object(), type("Own", (), {})])
+def test_a_part_that_computes_nothing_is_refused(part: Any) -> None:
+    with pytest.raises(ConfigError, match="is no object with compute"):
+        RewardEngine([part])
+
+
 def test_a_reward_function_labels(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(
         "def right(prompts, completions, answer=None, **columns):\n"

@@ -96,7 +96,8 @@ class RewardEngine:
         weights: of parts, by name, in the place of the default ones.
         options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
 
-    Raises ConfigError: no such part, wrong options, or no sandbox on this machine.
+    Raises ConfigError: no such part, a part without `compute`, a weight that is not finite, wrong
+    options, or no sandbox on this machine.
     """
 
     def __init__(
@@ -110,6 +111,12 @@ class RewardEngine:
         if len(named) < len(parts):
             raise ConfigError(f"RewardEngine: two parts have one name: {', '.join(named)}")
         self._computed = {name: part for name, part in named.items() if _computes(part)}
+        for name, part in self._computed.items():
+            if isinstance(part, type) or not callable(getattr(part, "compute", None)):
+                raise ConfigError(
+                    f"RewardEngine: {name} is no object with compute(trace): give one, or the name"
+                    f" of a built-in part: {', '.join(PARTS)}"
+                )
         built_in = without(named, *self._computed)
         chosen = {name: getattr(part, "options", None) for name, part in built_in.items()}
         chosen |= dict(options or {})
@@ -122,6 +129,8 @@ class RewardEngine:
         )
         weigh = {name: float(getattr(part, "weight", 1.0)) for name, part in self._computed.items()}
         self.weights = self._functions.weights | weigh | dict(weights or {})
+        if wrong := [name for name, weight in self.weights.items() if not _is_finite(weight)]:
+            raise ConfigError(f"RewardEngine: the weight of {wrong[0]!r} is not a finite number")
         if unknown := sorted(set(self.weights) - set(named)):
             raise ConfigError(
                 f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(named)}"
@@ -164,10 +173,15 @@ class RewardEngine:
         return weighted_mean(present(parts), self.weights)
 
 
+def _is_finite(weight: Any) -> bool:
+    return isinstance(weight, int | float) and math.isfinite(weight)
+
+
 def _name_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    return str(getattr(part, "part", "") or getattr(part, "name", "") or type(part).__name__)
+    kind = part if isinstance(part, type) else type(part)
+    return str(getattr(part, "part", "") or getattr(part, "name", "") or kind.__name__)
 
 
 def _computes(part: Any) -> bool:
