@@ -25,7 +25,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -556,8 +556,7 @@ class Serving:
         main_adapter: str | None,
         trains_base: bool = False,
         adapter_roots: Sequence[Path] = (),
-        record_experts: bool = False,
-        record_prompt_experts: bool = False,
+        recorded: Collection[str] = (),
     ) -> None:
         """Start the engine on the loaded tree and let every route answer.
 
@@ -567,7 +566,7 @@ class Serving:
                 fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
-            record_experts: see `start_engine`; `record_prompt_experts` too.
+            recorded: see `start_engine`.
         """
         self._load_scorer(loaded)
         weights.faults = self.turns.faults
@@ -585,8 +584,7 @@ class Serving:
             trains_base=trains_base,
             turns=self.turns,
             processes=self._processes,
-            record_experts=record_experts,
-            record_prompt_experts=record_prompt_experts,
+            recorded=recorded,
         )
         self._engine, self._weights = engine.thread, weights
         self._guard = self._watch_memory()

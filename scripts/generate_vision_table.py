@@ -126,11 +126,10 @@ def tried(name: str, work: Path, python: str | None) -> str | None:
 def served_and_trained(name: str, work: Path) -> tuple[float, float]:
     """Return how far the engine's log-probabilities are from one forward's, and the norm of the
     gradient of an adapter's arrays by them."""
-    import numpy as np
-
     from mlx_parallm.config.training import LoraConfig
+    from mlx_parallm.engine.decoding.forward import GivenText
     from mlx_parallm.engine.engine import Engine
-    from mlx_parallm.engine.images import ImageFeatures, image_ids
+    from mlx_parallm.engine.images import ImageFeatures
     from mlx_parallm.models.adapters.linear import AdapterDropout
     from mlx_parallm.models.images.embedding import admit_images
     from mlx_parallm.models.loading import load_model
@@ -161,11 +160,11 @@ def served_and_trained(name: str, work: Path) -> tuple[float, float]:
         weights,
         lora,
         engine_options(prefill_chunk=16, vocab_size=parts.loaded.vocab_size),
-        admitted(served),
+        [admitted(served)],
     )
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    output = run(engine, [Request("r", ids, params, images=tuple(images))])["r"]
-    [completion] = output.completions
+    request = Request("r", ids, params, images=tuple(images))
+    [completion] = run(engine, [request])["r"].completions
     if completion.error:
         raise ValueError(completion.error)
     answer = list(completion.token_ids)
@@ -174,17 +173,12 @@ def served_and_trained(name: str, work: Path) -> tuple[float, float]:
     inject_lora(model, LoraConfig(rank=4), AdapterDropout(0.0))
     model.train()
     features = admitted(model)
-    numbers = (*image_ids(ids, images, encoder.token_id), *answer)
-    features.prepare([(numbers, images, None)])
-    inputs, rows = features.inputs([numbers], len(numbers))
-    places, shift = features.positions_of(ids, images)
-    turned = None
-    if places is not None:
-        behind = np.arange(len(ids), len(numbers))[None].repeat(3, 0) + shift
-        turned = mx.array(np.concatenate([places, behind], axis=1)[:, None])
+    prompt, carried = features.carry(request)
+    numbers, text = (*prompt, *answer), GivenText(carried=carried)
 
     def logprobs(tree: nn.Module) -> mx.array:
-        with features.table.using(rows, inputs, turned, features.numbers([numbers], len(numbers))):
+        inputs, entered = features.read([numbers], [text], 0, len(numbers), 0)
+        with entered:
             logits = tree(inputs)[0]
         return token_logprobs(logits[len(ids) - 1 : -1], mx.array(answer))
 

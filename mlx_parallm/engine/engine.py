@@ -18,18 +18,18 @@ which the engine continues with an empty cache.
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import mlx.nn as nn
 
 from mlx_parallm.engine.cache.batch import choose_cache
+from mlx_parallm.engine.companion import EngineCompanion, EngineCompanions
 from mlx_parallm.engine.decoding.draft_row import DraftRow
 from mlx_parallm.engine.decoding.forward import ForwardContext
 from mlx_parallm.engine.decoding.model_runner import ModelRunner
 from mlx_parallm.engine.decoding.steps import DraftStep, LaunchedStep, SampledToken
 from mlx_parallm.engine.grammar import NO_TOKEN_CODE, Grammars
-from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.live_requests import (
     Counters,
     Event,
@@ -51,7 +51,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.hardware import empty_buffer_cache
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import PromptImage, Request, SamplingParams
+from mlx_parallm.types import Request
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
@@ -67,7 +67,7 @@ class Engine:
         tokenizer: this thread's own.
         weights: versions and adapters.
         lora: the adapters that the serving tree's linear layers read.
-        images: None: the model reads no images.
+        companions: of its sequences.
         grammars: those of another engine of the thread; None: its own.
 
     Raises:
@@ -81,10 +81,11 @@ class Engine:
         weights: SharedWeights,
         lora: LoraContext,
         options: EngineOptions,
-        images: ImageFeatures | None = None,
+        companions: Iterable[EngineCompanion] = (),
         grammars: Grammars | None = None,
     ) -> None:
         self.options = options
+        self.companions = EngineCompanions(companions)
         self.grammars = grammars or Grammars(
             tokenizer, options.vocab_size, close_objects=options.close_objects
         )
@@ -105,31 +106,28 @@ class Engine:
             room.max_tokens,
             options.default_max_tokens,
             room.prompt_cost,
-            None if images is None else images.token_id,
+            self.companions.placeholder,
         )
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
         self.weights = weights
-        self.images = images
-        forward = ForwardContext(model, lora, images, options.experts)
+        forward = ForwardContext(model, lora, self.companions)
         self._runner = ModelRunner(
             forward,
             weights,
             self.cache,
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
-            prompt_experts=options.prompt_experts and options.experts is not None,
         )
         self._tokenizer = tokenizer
         self._maker = SequenceMaker(
             tokenizer,
             self.grammars,
             self.limits,
+            self.companions,
             seed=options.seed,
-            routing=options.experts,
-            images=images,
         )
         scorer = Scorer(forward, self.cache.new_prefill, options.prefill_chunk, options.vocab_size)
-        self.scores = ScoreQueue(scorer, weights, images)
+        self.scores = ScoreQueue(scorer, weights, self.companions)
         self._draft_row = DraftRow(self._runner, self._longest_draft(), self.counters)
         self._live = LiveRequests(self.counters)
         self._present = PresentWeights(weights, self._forget_prefixes_of_others)
@@ -362,14 +360,11 @@ class Engine:
         self._runner.reset()
         return lost
 
-    def begin_logits(
-        self, tokens: tuple[int, ...], adapter: str | None, images: tuple[PromptImage, ...] = ()
-    ) -> Score:
-        """Prepares a text of two or more tokens for `scores.next_logits`, run by
+    def begin_logits(self, request: Request) -> Score:
+        """Prepares a prompt of two or more tokens for `scores.next_logits`, run by
         `EngineClient.call`. Raises RequestError."""
-        request = Request("logits", tokens, SamplingParams(max_tokens=0), adapter, images=images)
         check_request(request, self.limits)
-        return self.scores.text(request, self._adapter_slot(adapter))
+        return self.scores.text(request, self._adapter_slot(request.adapter))
 
     def reset_prefix_cache(self) -> None:
         """Drops all prefixes but those of running rows."""
@@ -421,8 +416,7 @@ class Engine:
 
     def _forget_prefixes_of_others(self, kept: set[tuple[int, bool]], base_serial: int) -> None:
         self.scheduler.room.prefix_cache.keep_only({(*key, base_serial) for key in kept})
-        if self.images is not None:
-            self.images.keep_only({serial for serial, _ in kept}, base_serial)
+        self.companions.keep_only({serial for serial, _ in kept}, base_serial)
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         """Append a token to its sequence, end it if a stop rule says so, and report it."""
@@ -449,16 +443,14 @@ class Engine:
             sequence.processed_logprobs.append(sampled.processed_logprob)
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs or ())
-        sequence.experts += sampled.experts
+        if sampled.recorded:
+            sequence.add_record(sampled.recorded)
         self.counters.generation_tokens += 1
         with own_failure(sequence):
             sequence.apply_stop_rules(self._tokenizer.eos_token_ids)
         if sequence.matcher is not None:
             sequence.advance_matcher(sampled.token)
-        if sequence.finished:
-            self._live.retire(sequence)
-        else:
-            self._live.sampled(sequence)
+        self._live.sampled(sequence)
 
     def _end_early(self, sequence: Sequence, error: str, code: str | None = None) -> None:
         sequence.finish("error", error=error, code=code)

@@ -11,20 +11,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.engine.companion import (
+    Carried,
+    EngineCompanion,
+    ServedModel,
+    Text,
+    TextPiece,
+)
 from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
-from mlx_parallm.models.images.embedding import ImageTable
+from mlx_parallm.models.adapters.served import LoraContext
+from mlx_parallm.models.images.embedding import ImageTable, admit_images
 from mlx_parallm.models.images.encoder import ImageEncoder, TowerOutputs, of_part
 from mlx_parallm.models.images.positions import image_positions
 from mlx_parallm.models.images.spans import TEXT, image_numbers
-from mlx_parallm.types import PromptImage
+from mlx_parallm.types import PromptImage, Request
 
 _FEATURES = 1 << 24  # more than an image can have
+_NOTHING = Carried(())
 _DIGEST = 32  # hexadecimal digits of the digest that a position's number keeps: 128 bits
 
 
@@ -32,7 +40,7 @@ def image_ids(
     prompt: tuple[int, ...], images: SequenceOf[PromptImage], token_id: int
 ) -> tuple[int, ...]:
     """Return the prompt with its own negative number for each position of an image. The number
-    of image tokens is that of the images' features (`validation.check_request`)."""
+    of image tokens is that of the images' features (`request_images.check_images`)."""
     numbers = (
         -1 - (_base(image.digest) * _FEATURES + index)
         for image in images
@@ -45,29 +53,11 @@ def _base(digest: str) -> int:
     return int(digest[:_DIGEST], 16)
 
 
-Piece = tuple[SequenceOf[int], SequenceOf[PromptImage], AdapterSlot | None]
-"""Tokens of a prompt, all images of the prompt, and its adapter."""
 FeatureKey = tuple[int, int, int]
 """An image's digest; serials of the adapter and of the base that its features were computed by."""
 
 
-class ShownText(Protocol):
-    """A text as a forward reads it: a `Sequence`, or another one."""
-
-    @property
-    def adapter(self) -> AdapterSlot | None: ...
-
-    @property
-    def images(self) -> tuple[PromptImage, ...]: ...
-
-    @property
-    def positions(self) -> Any: ...
-
-    @property
-    def shift(self) -> int: ...
-
-
-class ImageFeatures:
+class ImageFeatures(EngineCompanion):
     """Features by image and weights, least recently used first; at most `encoder.cache_bytes`, and
     those of the prompts that `prepare` was last called for.
 
@@ -86,20 +76,33 @@ class ImageFeatures:
         self.table = table
         self.encoded = 0  # images, since the start
         self._encoder, self._activate = encoder, activate
+        self.placeholder = encoder.token_id
         self._parts = tuple(encoder.modules)
         self._outputs = TowerOutputs(encoder)
         self._kept: OrderedDict[FeatureKey, mx.array] = OrderedDict()
         self._base_serial = 0
 
     @property
-    def token_id(self) -> int:
-        return self._encoder.token_id
-
-    @property
     def nbytes(self) -> int:
         return sum(features.nbytes for features in self._kept.values())
 
-    def prepare(self, pieces: Iterable[Piece], base_serial: int = 0) -> list[mx.array]:
+    def check_scored(self, request: Request) -> None:
+        if request.images and self.table.spans is not None:
+            raise RequestError(
+                "texts behind images are not scored where an image's tokens see each other",
+                param="prompt_logprobs",
+            )
+
+    def carry(self, request: Request) -> tuple[tuple[int, ...], Carried] | None:
+        """`Carried.content`: the prompt's images."""
+        if not request.images:
+            return None
+        positions, shift = self.positions_of(request.prompt_token_ids, request.images)
+        prompt = image_ids(request.prompt_token_ids, request.images, self._encoder.token_id)
+        spans = self.spans_of(prompt, request.images)
+        return prompt, Carried(request.images, positions, shift, spans)
+
+    def prepare(self, pieces: Iterable[TextPiece], base_serial: int = 0) -> list[mx.array]:
         """Do as `ensure` for the next prompts, and drop the excess beside
         their features. Returns new features, not evaluated."""
         needed, new = self._ensure(pieces, base_serial)
@@ -107,30 +110,30 @@ class ImageFeatures:
             self._kept.popitem(last=False)
         return new
 
-    def ensure(self, pieces: Iterable[Piece], base_serial: int = 0) -> None:
+    def ensure(self, pieces: Iterable[TextPiece], base_serial: int = 0) -> None:
         """Have the features of the images that pieces of prompts touch by the weights as they are
         now, under their read lock; `base_serial` counts the base's. Raises what the tower
         raises."""
         self._ensure(pieces, base_serial)
 
     def _ensure(
-        self, pieces: Iterable[Piece], base_serial: int
+        self, pieces: Iterable[TextPiece], base_serial: int
     ) -> tuple[Mapping[FeatureKey, mx.array], list[mx.array]]:
         self._base_serial = base_serial
         needed: dict[FeatureKey, mx.array] = {}
         new: list[mx.array] = []
-        for tokens, images, adapter in pieces:
-            if not images:
+        for tokens, text in pieces:
+            if text.carried is None:
                 continue
             bases = {(-1 - token) // _FEATURES for token in tokens if token < 0}
-            for image in images:
+            for image in text.carried.content:
                 base = _base(image.digest)
-                key = self._key(base, adapter)
+                key = self._key(base, text.adapter)
                 if base not in bases or key in needed:
                     continue
                 if (features := self._kept.pop(key, None)) is None:
-                    self._activate([adapter])
-                    output = self._outputs.of(image, self._tower_serial(adapter))
+                    self._activate([text.adapter])
+                    output = self._outputs.of(image, self._tower_serial(text.adapter))
                     features = self._encoder.encode(image, output)
                     new.append(features)
                     self.encoded += 1
@@ -156,6 +159,20 @@ class ImageFeatures:
         trained = self._encoder.trained
         changes = any(of_part(p, self._parts) and not of_part(p, trained) for p in layers)
         return adapter.weights.serial if adapter is not None and changes else 0
+
+    def read(
+        self,
+        pieces: SequenceOf[tuple[int, ...]],
+        owners: SequenceOf[Text],
+        start: int,
+        width: int,
+        base_serial: int,
+    ) -> tuple[mx.array, AbstractContextManager[None]]:
+        """Features are by the very weights of now: others may have come since `prepare`."""
+        self.ensure(zip(pieces, owners, strict=True), base_serial)
+        ids, features = self.inputs(pieces, width, [owner.adapter for owner in owners])
+        positions = self.positions(owners, start, width)
+        return ids, self.table.using(features, ids, positions, self.numbers(pieces, width))
 
     def inputs(
         self,
@@ -229,7 +246,7 @@ class ImageFeatures:
         where places are all there is to them."""
         if self.table.rope is None:
             return None, 0
-        places = (place for place, token in enumerate(prompt) if token == self.token_id)
+        places = (place for place, token in enumerate(prompt) if token == self._encoder.token_id)
         starts = []
         for image in images:
             assert image.grid is not None, "its family has given it a grid"
@@ -238,29 +255,42 @@ class ImageFeatures:
                 next(places)
         return image_positions(len(prompt), starts)
 
-    def positions(
-        self, sequences: SequenceOf[ShownText], start: int, width: int
-    ) -> mx.array | None:
+    def positions(self, texts: SequenceOf[Text], start: int, width: int) -> mx.array | None:
         """Return the positions [3, rows, width] of rows from the place `start` on; None where these
         are their places."""
-        if all(sequence.positions is None for sequence in sequences):
+        carried = [text.carried or _NOTHING for text in texts]
+        if all(each.positions is None for each in carried):
             return None
-        positions = np.empty((3, len(sequences), width), np.int32)
-        for row, sequence in enumerate(sequences):
-            behind = np.arange(start, start + width) + sequence.shift
-            positions[:, row] = behind
-            if sequence.positions is not None:
-                part = sequence.positions[:, start : start + width]
+        positions = np.empty((3, len(carried), width), np.int32)
+        for row, each in enumerate(carried):
+            positions[:, row] = np.arange(start, start + width) + each.shift
+            if each.positions is not None:
+                part = each.positions[:, start : start + width]
                 positions[:, row, : part.shape[1]] = part
         return mx.array(positions)
 
-    def shifted(self, sequences: SequenceOf[ShownText]) -> AbstractContextManager[None]:
-        """Let rows behind images decode at their own positions, for the length of a block."""
-        if not any(sequence.shift for sequence in sequences):
+    def decoding(self, rows: SequenceOf[Text]) -> AbstractContextManager[None]:
+        """Let rows behind images decode at their own positions."""
+        if not any(row.carried is not None and row.carried.shift for row in rows):
             return nullcontext()
-        shifts = mx.array([sequence.shift for sequence in sequences], dtype=mx.int32)
-        return self.table.at(None, shifts)
+        shifts = [0 if row.carried is None else row.carried.shift for row in rows]
+        return self.table.at(None, mx.array(shifts, dtype=mx.int32))
 
     def clear(self) -> None:
         self._kept.clear()
         self._outputs.clear()
+
+
+def features_of(served: ServedModel) -> Callable[[LoraContext], ImageFeatures] | None:
+    """Return what makes the companion of a model that reads images; None: it reads none."""
+    if (parts := served.loaded.images) is None:
+        return None
+    model, encoder = served.loaded.model, parts.encoder.over(served.loaded.model)
+
+    def features(lora: LoraContext) -> ImageFeatures:
+        table = admit_images(
+            model, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
+        )
+        return ImageFeatures(encoder, table, lora.activate)
+
+    return features

@@ -6,7 +6,7 @@ of a request).
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mlx_parallm.engine.sequence import Sequence
@@ -124,7 +124,9 @@ class LiveRequests:
         return events
 
     def sampled(self, sequence: Sequence) -> None:
-        """The sequence has a new token and continues."""
+        """The sequence has a new token, which may have ended it."""
+        if sequence.finished:
+            return self.retire(sequence)
         live = self._live[sequence.request_id]
         if live.request.stream:
             self._emit_delta(live, sequence)
@@ -199,10 +201,10 @@ class LiveRequests:
             error_code=sequence.error_code,
             processed_logprobs=_behind(sequence.processed_logprobs, since),
             forced=_behind(sequence.forced, since),
-            routed_experts=sequence.experts_since(since),
-            prompt_experts=() if since else sequence.prompt_experts(),
             cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
+        if sequence.records:
+            delta = replace(delta, **sequence.recorded_since(since))
         self._events.append(StreamDelta(live.request.request_id, delta))
 
 

@@ -34,18 +34,14 @@ class EngineOptions:
     async_scheduling: bool = False  # see ModelRunner.launch_after
     # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
     kv_bits: int | None = None
-    # (layers, experts a token, experts): those of each sampled token are recorded
-    experts: tuple[int, int, int] | None = None
-    prompt_experts: bool = False  # and those of each prompt's token that is computed
 
 
 class PresentWeights:
     """The weights as the engine last saw them under their read lock.
 
     Args:
-        forget_others: called after a change of weights with those whose prefixes and images may be
-            kept: (adapter's serial, whether a request names its version) each, and the base's
-            serial.
+        forget_others: called after a change of weights with those whose prefixes may be kept:
+            (adapter's serial, whether a request names its version) each, and the base's serial.
     """
 
     def __init__(

@@ -16,17 +16,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.companion import Carried, EngineCompanions
 from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
 from mlx_parallm.engine.decoding.sampler import ordered_alternatives, top_logprobs
-from mlx_parallm.engine.images import ImageFeatures, image_ids
-from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.sums import has_signal
 from mlx_parallm.system.device.faults import raise_device_fault, wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
-from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, Request, TopLogprob
+from mlx_parallm.types import Pooling, PromptLogprobs, Request, TopLogprob
 from mlx_parallm.weights import SharedWeights
 
 NOT_FINITE = "the model's logits are not finite"
@@ -36,17 +35,15 @@ CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 @dataclass
 class Score:
     """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing
-    precedes it. With `images`: `shown` has their numbers in their tokens' places (images.py), and
-    `places` [3, T] are positions of three axes, if the model has such."""
+    precedes it. With `carried`: `shown` has numbers in the place of its placeholders."""
 
     request_id: str
     tokens: tuple[int, ...]
     adapter: AdapterSlot | None
     top_count: int
     pooling: Pooling | None = None
-    images: tuple[PromptImage, ...] = ()
     shown: tuple[int, ...] = ()
-    places: np.ndarray | None = None
+    carried: Carried | None = None
     caches: list[Any] = field(default_factory=list)
     done: int = 0
     used: AdapterSlot | None = None  # `adapter` as it was at the first chunk
@@ -139,8 +136,8 @@ class Scorer:
         its token i. `score.done` is its end; it is the first one again if the base has
         changed."""
         start = self._advance(score, base_serial, self._chunk)
-        tokens = (score.shown or score.tokens)[start : score.done]
-        owner = GivenText(score.used, score.images, score.places)
+        tokens = score.shown[start : score.done]
+        owner = GivenText(score.used, score.carried)
         read = self._forward.read(
             [tokens], [owner], start, score.caches, base_serial, width=len(tokens)
         )
@@ -190,13 +187,13 @@ class ScoreQueue:
     Args:
         scorer: of the engine's model.
         weights: the read lock.
-        images: places the texts' images; None: the model reads none.
+        companions: of the texts.
     """
 
     def __init__(
-        self, scorer: Scorer, weights: SharedWeights, images: ImageFeatures | None
+        self, scorer: Scorer, weights: SharedWeights, companions: EngineCompanions
     ) -> None:
-        self._scorer, self._weights, self._images = scorer, weights, images
+        self._scorer, self._weights, self._companions = scorer, weights, companions
         self._scores: deque[Score] = deque()
 
     def __len__(self) -> int:
@@ -221,26 +218,16 @@ class ScoreQueue:
         """Take at most so many tokens a chunk from now on."""
         self._scorer.bound(chunk)
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError: it has images that chunks of a given text cannot be cut behind."""
-        if request.images and self._images is not None and self._images.table.spans is not None:
-            raise RequestError(
-                "texts behind images are not scored where an image's tokens see each other",
-                param="prompt_logprobs",
-            )
-
     def text(self, request: Request, adapter: AdapterSlot | None) -> Score:
-        """Return a request's prompt as a text to be scored. Raises RequestError (`check`)."""
-        self.check(request)
+        """Return a request's prompt as a text to be scored. Raises RequestError
+        (`EngineCompanion.check_scored`)."""
+        self._companions.check_scored(request)
         params = request.params
         score = Score(
             request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0
         )
         score.pooling = params.pooling
-        if self._images is not None and request.images:
-            score.images = request.images
-            score.shown = image_ids(score.tokens, request.images, self._images.token_id)
-            score.places, _ = self._images.positions_of(score.tokens, request.images)
+        score.shown, score.carried = self._companions.carry(request)
         return score
 
     def add(self, score: Score) -> None:

@@ -7,21 +7,19 @@ samples its tokens → `apply_stop_rules` ends it (stop strings: output_text.py)
 """
 
 from collections.abc import Hashable, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from mlx_parallm.engine.companion import Carried, Record, joined_records
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.prompt_routes import Piece, PromptRoutes, pieces_between
+from mlx_parallm.engine.recorded import Piece, RecordedPrompt, pieces_between
 from mlx_parallm.types import (
-    NARROW_IDS,
     Completion,
     FinishReason,
-    PromptExperts,
-    PromptImage,
-    RoutedExperts,
     SamplingParams,
     TopLogprob,
 )
@@ -51,7 +49,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]  # positions of images have negative numbers (images.py)
+    prompt: tuple[int, ...]  # negative: `EngineCompanion.carry`
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"
@@ -68,11 +66,7 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
-    images: tuple[PromptImage, ...] = ()
-    positions: Any = None  # [3, prompt] of numpy, if its images have their own positions
-    shift: int = 0  # positions behind the prompt, less their places
-    # places [begin, end) of the prompt's images that a forward must have whole
-    spans: tuple[tuple[int, int], ...] = ()
+    carried: Carried | None = None  # beside the prompt's tokens
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None
@@ -85,19 +79,17 @@ class Sequence:
     forced: list[int] | None = None  # 1 if the matcher left no choice
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
-    # (layers, experts a token, experts) if they are recorded, and the ids so far
-    routing: tuple[int, int, int] | None = None
-    experts: bytearray = field(default_factory=bytearray)
-    prompt_routes: PromptRoutes | None = None  # if its prompt's are recorded too
+    records: tuple[Record, ...] = ()  # of its sampled tokens
+    recorded_prompt: RecordedPrompt | None = None  # if its prompt's are recorded too
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     error_code: str | None = None
     emitted: int = 0  # tokens that a stream has been sent
 
-    def outside_images(self, place: int) -> int:
+    def outside_spans(self, place: int) -> int:
         """Return the first place from this one on at which a forward may end."""
-        return next((end for begin, end in self.spans if begin < place < end), place)
+        return place if self.carried is None else self.carried.outside(place)
 
     @property
     def pinned_version(self) -> int | None:
@@ -163,7 +155,7 @@ class Sequence:
     def completion(self) -> Completion:
         """The finished choice; ends the text."""
         assert self.finish_reason is not None
-        return Completion(
+        completion = Completion(
             index=self.index,
             text=self.text.finish(),
             token_ids=tuple(self.tokens),
@@ -182,33 +174,27 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
-            routed_experts=self.experts_since(0),
-            prompt_experts=self.prompt_experts(),
         )
+        return replace(completion, **self.recorded_since(0)) if self.records else completion
 
-    def prompt_experts(self) -> tuple[PromptExperts, ...]:
-        """The recorded experts of the prompt's tokens before its last one."""
-        if self.prompt_routes is None or self.routing is None:
-            return ()
-        return self.prompt_routes.experts(self.routing)
+    def add_record(self, columns: SequenceOf[bytes]) -> None:
+        """Note what was recorded of the newest token."""
+        for record, column in zip(self.records, columns, strict=True):
+            record.data += column
 
-    def routes_between(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Recorded experts of these positions of prompt and output; (): its
-        prompt's are not."""
-        if self.prompt_routes is None:
+    def recorded_since(self, start: int) -> dict[str, Any]:
+        """Return what its records say of the sampled tokens from `start` on."""
+        return joined_records(self.records, self.recorded_prompt, start)
+
+    def recorded_between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """Return what is recorded of these positions of prompt and output; (): its prompt is
+        not."""
+        if self.recorded_prompt is None:
             return ()
         first = len(self.prompt) - 1  # its forward predicted the first sampled token
-        sampled = Piece(first, first, first + len(self.tokens), bytes(self.experts))
-        return pieces_between([*self.prompt_routes.pieces, sampled], start, stop)
-
-    def experts_since(self, start: int) -> RoutedExperts | None:
-        """The experts of the sampled tokens from `start` on; None: none were recorded."""
-        if self.routing is None or start >= len(self.tokens):
-            return None
-        layers, each, number = self.routing
-        wide = number > NARROW_IDS
-        ids = bytes(self.experts[start * layers * each * (1 + wide) :])
-        return RoutedExperts(layers, each, ids, wide)
+        columns = [bytes(record.data) for record in self.records]
+        sampled = Piece(first, first, first + len(self.tokens), columns)
+        return pieces_between([*self.recorded_prompt.pieces, sampled], start, stop)
 
 
 def random_stream(seed: int, index: int) -> int:

@@ -1,12 +1,11 @@
-"""Make the sequences of a request: one for each choice, with its stop tokens, images, grammar and
-random stream."""
+"""Make the sequences of a request: one for each choice, with its stop tokens, companions, grammar
+and random stream."""
 
 import random
 from functools import partial
-from typing import Any
 
+from mlx_parallm.engine.companion import EngineCompanions
 from mlx_parallm.engine.grammar import Grammars
-from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.sequence import Sequence, random_stream
@@ -20,8 +19,6 @@ class SequenceMaker:
     """
     Args:
         seed: of requests without one.
-        routing: see Sequence.
-        images: None: the model reads none.
     """
 
     def __init__(
@@ -29,14 +26,13 @@ class SequenceMaker:
         tokenizer: Tokenizer,
         grammars: Grammars,
         limits: RequestLimits,
+        companions: EngineCompanions,
         *,
         seed: int,
-        routing: tuple[int, int, int] | None = None,
-        images: ImageFeatures | None = None,
     ) -> None:
         self._tokenizer, self._grammars, self._limits = tokenizer, grammars, limits
         self._random = random.Random(seed)
-        self._routing, self._images = routing, images
+        self._companions = companions
 
     def make(self, request: Request, adapter: AdapterSlot | None) -> list[Sequence]:
         """Return one sequence for each choice of a request that `check_request` lets through.
@@ -54,12 +50,7 @@ class SequenceMaker:
             for ids in spellings(word, self._tokenizer.encode_within)
         ]
         longest = self._limits.default_length(len(prompt))
-        placed: dict[str, Any] = {}
-        if self._images is not None and request.images:
-            positions, shift = self._images.positions_of(prompt, request.images)
-            prompt = image_ids(prompt, request.images, self._images.token_id)
-            spans = self._images.spans_of(prompt, request.images)
-            placed = {"positions": positions, "shift": shift, "spans": spans}
+        prompt, carried = self._companions.carry(request)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
             opens_text=request.opens_text,
@@ -70,11 +61,10 @@ class SequenceMaker:
                 request_id=request.request_id,
                 index=index,
                 prompt=prompt,
-                images=request.images,
-                **placed,
+                carried=carried,
                 params=params,
                 adapter=adapter,
-                routing=self._routing,
+                records=self._companions.records(),
                 max_tokens=longest if params.max_tokens is None else params.max_tokens,
                 cache_salt=request.cache_salt,
                 priority=request.priority,

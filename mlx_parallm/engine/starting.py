@@ -1,15 +1,16 @@
 """Start the engine thread of a loaded model, for the daemon and for an `InferenceModule`."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.engine.companion import EngineCompanion, ServedModel
+from mlx_parallm.engine.companions import makers_of
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.lanes import divided
 from mlx_parallm.engine.parts import EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
@@ -17,9 +18,6 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.experts.routing import prepare_routing, routing_shape, why_not_routed
-from mlx_parallm.models.images.embedding import admit_images
-from mlx_parallm.models.images.encoder import text_alone
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import fit_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu
@@ -59,8 +57,7 @@ def start_engine(
     trains_base: bool = False,
     turns: Turns | None = None,
     processes: int = 1,
-    record_experts: bool = False,
-    record_prompt_experts: bool = False,
+    recorded: Collection[str] = (),
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -73,31 +70,14 @@ def start_engine(
         adapters: name → layers, served beside the base.
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
         processes: share this machine's memory, each with such an engine.
-        record_experts: record to which experts each sampled token went
-            (`Completion.routed_experts`); the model can be recorded (`why_not_routed`).
-        record_prompt_experts: `Completion.prompt_experts` too.
+        recorded: names of what the trainer repeats of that which companions record
+            (`models.experts.replay`).
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
     """
     options = engine_options(server, loaded, deterministic=deterministic, processes=processes)
-    if server.enable_return_routed_experts:
-        prepare_routing(loaded.model)
-        if reason := why_not_routed(loaded.model):
-            raise ConfigError(
-                f"server.enable_return_routed_experts = true, but {reason}: leave it out"
-            )
-        record_experts = True
-    if record_experts:
-        prepare_routing(loaded.model)
-        options = replace(
-            options,
-            experts=routing_shape(loaded.model),
-            prompt_experts=record_prompt_experts or server.record_prompt_experts,
-        )
-    if options.prompt_lookup and (why := no_drafts(options, deterministic=deterministic)):
-        get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
-        options = replace(options, prompt_lookup=0)
+    makers = makers_of(ServedModel(loaded, server, recorded))
     bound_buffer_cache(server.buffer_cache, processes=processes)
     weight_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     if advice := wire_memory(weight_bytes, server.wired_memory):
@@ -119,36 +99,33 @@ def start_engine(
         shelved=lambda name: weights.shelf is not None and weights.shelf.holds(name),
         shelved_names=lambda: () if weights.shelf is None else weights.shelf.names(),
     )
-    encoder = None if loaded.images is None else loaded.images.encoder.over(loaded.model)
-    with text_alone(loaded.model, encoder):
+    with loaded.text_alone():
         use_fast_swiglu(loaded.model)
         use_fast_rope(loaded.model)
         route_attention(loaded.model)
     lora = prepare_for_serving(loaded.model)
-    images = None
-    if encoder is not None:
-        table = admit_images(
-            loaded.model, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
-        )
-        images = ImageFeatures(encoder, table, lora.activate)
+    companions = [maker(lora) for maker in makers]
+    if options.prompt_lookup and (why := no_drafts(companions, deterministic=deterministic)):
+        get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
+        options = replace(options, prompt_lookup=0)
     engine_tokenizer = tokenizer()
     others, chats = divided(options) if chats_first else (options, None)
     build = partial(Engine, loaded.model, engine_tokenizer, weights, lora)
     thread = EngineThread(
-        lambda: build(others, images),
+        lambda: build(others, companions),
         names,
         turns,
-        chats=None if chats is None else lambda engine: build(chats, images, engine.grammars),
+        chats=None if chats is None else lambda engine: build(chats, companions, engine.grammars),
     )
     thread.start()
     return StartedEngine(thread, names, shapes)
 
 
-def no_drafts(options: EngineOptions, *, deterministic: bool) -> str:
+def no_drafts(companions: Iterable[EngineCompanion], *, deterministic: bool) -> str:
     """Return why texts are not drafted; "" if they are."""
     if deterministic:
         return "rl_training.deterministic: which steps have a draft depends on who else is there"
-    return "the experts of sampled tokens are recorded" if options.experts is not None else ""
+    return next((each.no_drafts for each in companions if each.no_drafts), "")
 
 
 def engine_options(

@@ -5,9 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_parallm.engine.request_images import check_images
 from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.types import Request, SamplingParams
 
+REQUEST_CHECKS = (check_images,)
+"""Checks of what companions carry: (request, the engine's placeholder)."""
 MAX_CHOICES = 1024
 MAX_ALTERNATIVES = 1024
 # numbers beside the sampled tokens' own of one request: rows × tokens × alternatives
@@ -26,8 +29,8 @@ class RequestLimits:
     default_max_tokens: int | None = None
     # memory of a position of a prompt that is computed, over that of a row's position
     prompt_cost: float = 1.0
-    # placeholder token of an image's feature; None = the model reads no images
-    image_token: int | None = None
+    # the engine's companion's (`EngineCompanion.placeholder`)
+    placeholder: int | None = None
 
     def room(self, prompt: int) -> int:
         """Return the longest completion of a prompt of that many tokens. While a prompt is
@@ -48,7 +51,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     params = request.params
     _check_tokens(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
-    _check_images(request, limits)
+    for check in REQUEST_CHECKS:
+        check(request, limits.placeholder)
     _check_sampling(params)
     check_alternatives([request], limits.max_model_len)
     _check_stops(params, limits)
@@ -108,24 +112,6 @@ def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
         raise RequestError(
             f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param="prompt"
         )
-
-
-def _check_images(request: Request, limits: RequestLimits) -> None:
-    """Raises RequestError: the prompt has not a token for each feature of its images."""
-    if not request.images:
-        return
-    _require(limits.image_token is not None, "messages", "this model reads no images")
-    tokens, params = request.prompt_token_ids, request.params
-    expected = sum(image.tokens for image in request.images)
-    count = tokens.count(limits.image_token) if limits.image_token is not None else 0
-    _require(
-        count == expected,
-        "messages",
-        f"the prompt has {count} image tokens, and its images"
-        f" ({len(request.images)}) need {expected}",
-    )
-    _require(tokens[-1] != limits.image_token, "messages", "a prompt must not end with an image")
-    _require(params.pooling is None, "pooling", "a prompt with images is not embedded")
 
 
 def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:

@@ -194,13 +194,13 @@ class EngineBackend:
         after: tuple[int, ...],
         images: tuple[PromptImage, ...],
     ) -> np.ndarray:
-        adapter, first = self.adapter, len(before) - 1
+        first = len(before) - 1
         rows: list[np.ndarray] = []
         if not after:
             return np.zeros((0, client.vocab_size), np.float32)
-        text = await asyncio.wrap_future(
-            client.call(lambda engine: engine.begin_logits(before + after, adapter, images))
-        )
+        params = SamplingParams(max_tokens=0)
+        request = Request("logits", before + after, params, self.adapter, images=images)
+        text = await asyncio.wrap_future(client.call(lambda engine: engine.begin_logits(request)))
         while not text.finished:
             chunk = await asyncio.wrap_future(
                 client.call(lambda engine: engine.scores.next_logits(text))

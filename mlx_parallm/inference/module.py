@@ -56,7 +56,7 @@ from mlx_parallm.inference.types import (
     is_messages,
 )
 from mlx_parallm.models.adapters.rope_length import check_rope_length
-from mlx_parallm.models.experts.routing import watched_experts
+from mlx_parallm.models.experts.replay import recorded_for
 from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
@@ -214,9 +214,7 @@ class InferenceModule:
             check_rope_length(adapter.config, adapter.path, config.model.rope_length)
             adapters[POLICY] = adapter.layers
         # a trainer that is attached later may repeat them
-        recorded = config.rl_training.router_replay != "off" and watched_experts(
-            served.model, "off"
-        )
+        recorded = recorded_for(served.model, config.rl_training)
         started = start_engine(
             config.server,
             served,
@@ -227,7 +225,7 @@ class InferenceModule:
             chats_first=config.rl_training.serve_priority == "chat",
             adapters=adapters,
             main_adapter=POLICY if path else None,
-            record_experts=bool(recorded),
+            recorded=recorded,
         )
         return started.thread
 

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import pkgutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from mlx_parallm.models.checkpoint_files import (
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
-from mlx_parallm.models.images.encoder import ImageParts
+from mlx_parallm.models.images.encoder import ImageParts, text_alone
 from mlx_parallm.models.mlx_lm_api import (
     load_config,
     tool_parsers,
@@ -86,6 +87,10 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         return vocabulary_size(self.config)
+
+    def text_alone(self) -> AbstractContextManager[None]:
+        """Let the tree have its language part alone, for the length of a block."""
+        return text_alone(self.model, None if self.images is None else self.images.encoder)
 
 
 def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> dict[str, Any]:

@@ -237,6 +237,8 @@ class Ours:
         """[T, V] of the longest row by the engine's way: ids of images, rows of the embedding's table."""
         import mlx.core as mx
 
+        from mlx_parallm.engine.companion import Carried
+        from mlx_parallm.engine.decoding.forward import GivenText
         from mlx_parallm.engine.images import ImageFeatures, image_ids
         from mlx_parallm.models.images.embedding import admit_images
 
@@ -246,7 +248,7 @@ class Ours:
         )
         features = ImageFeatures(encoder, table)
         numbers = image_ids(ids, self.images, encoder.token_id)
-        features.prepare([(numbers, self.images, None)])
+        features.prepare([(numbers, GivenText(carried=Carried(self.images)))])
         inputs, read = features.inputs([numbers], len(ids))
         positions = features.positions_of(ids, self.images)[0]
         turned = None if positions is None else mx.array(positions[:, None])

@@ -4,7 +4,7 @@ sequence at a time."""
 import asyncio
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache import sharing, token_cache
+from mlx_parallm.engine.companion import EngineCompanion
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.engine.parts import EngineOptions
@@ -113,13 +114,15 @@ def serve(
     policy: str | None = None,
     keep_versions: int = 1,
     tokenizer: Any = None,
+    companions: Iterable[EngineCompanion] = (),
     **options: Any,
 ) -> Served:
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
     weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
-    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
+    tokenizer, limits = tokenizer or ByteTokenizer(), engine_options(**options)
+    engine = Engine(model, tokenizer, weights, lora, limits, companions)
     return Served(engine, plain, weights, lora, layers)
 
 

@@ -75,7 +75,7 @@ class Parts:
         self.table = None if axes is None else admit_images(self.plain, axes)
         lora = prepare_for_serving(model)
         self.engine = Engine(
-            model, ByteTokenizer(), weights, lora, engine_options(**options), self.features
+            model, ByteTokenizer(), weights, lora, engine_options(**options), [self.features]
         )
 
     def twin(self, prompt: list[int], images: list[PromptImage], answer: list[int]) -> mx.array:

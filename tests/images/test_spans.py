@@ -130,7 +130,7 @@ def engine(**options: Any) -> Engine:
     features = ImageFeatures(Encoder(), admit_images(model, bidirectional=True))
     weights = SharedWeights(model, keep_versions=1)
     lora = prepare_for_serving(model)
-    return Engine(model, ByteTokenizer(), weights, lora, engine_options(**options), features)
+    return Engine(model, ByteTokenizer(), weights, lora, engine_options(**options), [features])
 
 
 def request(name: str, **params: Any) -> Request:

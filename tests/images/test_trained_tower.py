@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.engine.companion import Carried
+from mlx_parallm.engine.decoding.forward import GivenText
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.errors import AdapterError, CheckpointError
@@ -306,7 +308,7 @@ def test_engine_and_trainer_agree_after_each_publish(full: bool, part: str, turn
     table = admit_images(model, encoder.rope_axes)
     features = ImageFeatures(encoder.over(model), table, lora.activate)
     options = engine_options(prefill_chunk=16)
-    engine = Engine(model, ByteTokenizer(), weights, lora, options, features)
+    engine = Engine(model, ByteTokenizer(), weights, lora, options, [features])
     tokens = ROWS[1].rollout.tokens[:-2]
     seen = {}
     for version in (1, 2, 3):
@@ -397,7 +399,8 @@ def test_an_adapter_of_the_tower_itself_does_not_see_what_is_kept() -> None:
     seen = {}
     for name in (None, *shapes, None):
         slot = None if name is None else weights.find(name)
-        [new] = features.prepare([(tokens, (PICTURES["cat"],), slot)]) or [seen[None]]
+        text = GivenText(slot, Carried((PICTURES["cat"],)))
+        [new] = features.prepare([(tokens, text)]) or [seen[None]]
         seen[name] = new
     assert encoder.passes == [2], "the base's, and the first adapter's"
     eye, image = loaded.model.eye, mx.array(PICTURES["cat"].arrays["pixels"])

@@ -143,7 +143,7 @@ def test_experts_of_a_mixture_are_recorded_and_repeated(tmp_path: Path) -> None:
             assert experts.shape == (len(ids), 2, 2)
         algorithm = make(GRPOAlgorithm, inference, Length(), batch_size=8, group_size=4)
         [line] = algorithm.train(num_iterations=1, progress_bar=False)
-        assert algorithm.backprop.policy.replays_experts
+        assert algorithm.backprop.policy.experts.sampled
         assert line.line["experts_differing"] is not None
         assert 0 < line.line["expert_load_entropy"] <= 1
 

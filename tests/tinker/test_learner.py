@@ -386,7 +386,7 @@ def test_a_mixtures_router_is_not_probed_for_nobody(
     """Samples of the SDK carry no experts, and nobody reads their load."""
     directory = save_checkpoint(tmp_path / "mixture", QWEN3 | EXPERTS | {"model_type": "qwen3_moe"})
     config = load_config(None, [f"model.base_path={directory}"], text="")
-    monkeypatch.setattr("mlx_parallm.rl_training.step.policy.watched_experts", None)
+    monkeypatch.setattr("mlx_parallm.models.experts.replay.watched_experts", None)
     made = TinkerLearner(load_model(config.model), options_of, Turns(), 64)
     try:
         model = new(made)

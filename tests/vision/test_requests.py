@@ -133,7 +133,7 @@ def test_streams_and_groups_and_the_next_turn_compute_a_picture_once(
     client: OpenAI, serving: Serving
 ) -> None:
     def encoded() -> int:
-        count: int = serving.client.call(lambda engine: engine.images.encoded).result()
+        count: int = serving.client.call(lambda engine: engine.companions.reader.encoded).result()
         return count
 
     before, url = encoded(), data_url(noise(50, 70, 3))

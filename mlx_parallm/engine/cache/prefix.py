@@ -23,7 +23,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.engine.prompt_routes import Piece
+from mlx_parallm.engine.recorded import Piece
 
 Key = tuple[Hashable, str | None]  # (an identity of the weights, cache_salt)
 
@@ -41,7 +41,7 @@ class Segment:
     children: dict[tuple[int, int], "Segment"] = field(default_factory=dict)
     arrays: list[Any] = field(default_factory=list)
     snapshots: dict[int, list[Any]] = field(default_factory=dict)
-    routes: tuple[Piece, ...] = ()  # the recorded experts of its tokens
+    recorded: tuple[Piece, ...] = ()  # what companions recorded of its tokens
 
     @property
     def stop(self) -> int:

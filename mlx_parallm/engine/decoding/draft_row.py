@@ -116,7 +116,7 @@ class DraftRow:
         if not self._longest or len(rows) != 1:
             return None
         [sequence] = rows
-        if sequence.matcher is not None or sequence.edits is not None or sequence.images:
+        if sequence.matcher is not None or sequence.edits is not None or sequence.carried:
             return None
         if self._row is None or self._row.sequence is not sequence:
             self._row = _DraftRow(sequence, Drafts(sequence.prompt, self._longest))

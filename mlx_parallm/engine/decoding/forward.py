@@ -1,14 +1,14 @@
 """Forwards of the serving tree, with all that they read beside tokens and caches: the rows'
-adapters, their images, and whether their experts are recorded.
+adapters, and what companions bring.
 
     decode   each row's next token
     read     pieces of texts, padded
-    plain    rows of tokens without images
+    plain    rows of tokens without placeholders
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,32 +16,28 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.images import ImageFeatures, Piece, ShownText
+from mlx_parallm.engine.companion import NO_COMPANIONS, Carried, EngineCompanions, Text, TextPiece
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.models.experts.routing import ForwardRouting, routed
-from mlx_parallm.types import NARROW_IDS, PromptImage
 from mlx_parallm.weights import SharedWeights
 
-_NO_IMAGES = nullcontext()
+_TEXT_ALONE = nullcontext()
 
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text that belongs to no sequence, as a forward reads it: `ShownText`."""
+    """A text that belongs to no sequence, as a forward reads it: `Text`."""
 
     adapter: AdapterSlot | None = None
-    images: tuple[PromptImage, ...] = ()
-    positions: Any = None
-    shift: int = 0
+    carried: Carried | None = None
 
 
 class Forward(NamedTuple):
-    """`experts`: [tokens, layers, k] uint8 or uint16, if they were recorded."""
+    """`recorded`: [tokens, …] of each companion that records, if it did."""
 
     logits: mx.array
-    experts: mx.array | None
+    recorded: tuple[mx.array, ...] = ()
 
 
 class ForwardContext:
@@ -49,34 +45,26 @@ class ForwardContext:
     Args:
         model: the serving tree (after `prepare_for_serving`).
         lora: context that the linear layers read.
-        images: places the prompts' images; None: the model reads none.
-        routing: (layers, experts a token, experts) of a model whose choice of experts is recorded,
-            and which `models.experts.routing.prepare_routing` has prepared.
+        companions: of the texts.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        lora: LoraContext,
-        images: ImageFeatures | None = None,
-        routing: tuple[int, int, int] | None = None,
+        self, model: nn.Module, lora: LoraContext, companions: EngineCompanions = NO_COMPANIONS
     ) -> None:
-        self.model = model
-        self._lora, self._images, self._routing = lora, images, routing
+        self.model, self.companions = model, companions
+        self._lora, self._reader = lora, companions.reader
 
     def decode(self, rows: SequenceOf[Sequence], tokens: mx.array, caches: list[Any]) -> Forward:
-        """Feed each row its next token, tokens [n]; logits [n, V]. Rows behind images decode at
-        their own positions."""
-        images = _NO_IMAGES if self._images is None else self._images.shifted(rows)
+        """Feed each row its next token, tokens [n]; logits [n, V]."""
+        entered = _TEXT_ALONE if self._reader is None else self._reader.decoding(rows)
         adapters = [sequence.adapter for sequence in rows]
-        record = self._routing is not None
-        logits, experts = self._run(tokens[:, None], caches, adapters, images, record=record)
-        return Forward(logits[:, -1], experts)
+        logits, recorded = self._run(tokens[:, None], caches, adapters, entered, record=True)
+        return Forward(logits[:, -1], recorded)
 
     def read(
         self,
         pieces: SequenceOf[tuple[int, ...]],
-        owners: SequenceOf[ShownText],
+        owners: SequenceOf[Text],
         start: int,
         caches: list[Any],
         base_serial: int,
@@ -85,39 +73,30 @@ class ForwardContext:
         record: bool = False,
     ) -> Forward:
         """Put pieces of texts, padded to `width`, through the model, from the place `start` of
-        their owners' on; logits [rows, width, V].
-
-        Features of images are by the very weights of now, whose base has this serial: others may
-        have come since they were prepared.
-        """
-        adapters = [owner.adapter for owner in owners]
-        if self._images is None:
+        their owners' on; logits [rows, width, V]. `base_serial`: of the weights of now."""
+        entered: AbstractContextManager[Any] = _TEXT_ALONE
+        if self._reader is not None:
+            ids, entered = self._reader.read(pieces, owners, start, width, base_serial)
+        else:
             tokens = np.zeros((len(pieces), width), np.int32)
             for index, piece in enumerate(pieces):
                 tokens[index, : len(piece)] = piece
-            return self._run(mx.array(tokens), caches, adapters, _NO_IMAGES, record=record)
-        self._images.ensure(_shown(zip(pieces, owners, strict=True)), base_serial)
-        ids, features = self._images.inputs(pieces, width, adapters)
-        positions = self._images.positions(owners, start, width)
-        numbers = self._images.numbers(pieces, width)
-        entered = self._images.table.using(features, ids, positions, numbers)
-        return self._run(ids, caches, adapters, entered, record=record)
+            ids = mx.array(tokens)
+        return self._run(ids, caches, [owner.adapter for owner in owners], entered, record=record)
 
     def plain(
         self, ids: mx.array, adapters: SequenceOf[AdapterSlot | None], caches: list[Any]
     ) -> mx.array:
-        """Return the logits [rows, T, V] of ids [rows, T] without images."""
-        return self._run(ids, caches, adapters, _NO_IMAGES, record=False).logits
+        """Return the logits [rows, T, V] of ids [rows, T] without placeholders."""
+        return self._run(ids, caches, adapters, _TEXT_ALONE, record=False).logits
 
-    def prepare_images(
-        self, pieces: Iterable[tuple[SequenceOf[int], ShownText]], weights: SharedWeights
-    ) -> None:
-        """Compute the features of pieces of prompts. The tower's graph is built under the read
-        lock, and evaluated outside of it."""
-        if self._images is None:
+    def prepare(self, pieces: Iterable[TextPiece], weights: SharedWeights) -> None:
+        """Compute what forwards of these pieces will need beside them. Its graph is built under the
+        read lock, and evaluated outside of it."""
+        if self._reader is None:
             return
         with weights.read() as view:
-            new = self._images.prepare(_shown(pieces), view.base_serial)
+            new = self._reader.prepare(pieces, view.base_serial)
         mx.eval(new)
 
     def activate(self, adapters: SequenceOf[AdapterSlot | None]) -> None:
@@ -133,21 +112,16 @@ class ForwardContext:
         ids: mx.array,
         caches: list[Any],
         adapters: SequenceOf[AdapterSlot | None],
-        images: AbstractContextManager[Any],
+        entered: AbstractContextManager[Any],
         *,
         record: bool,
     ) -> Forward:
         self._lora.activate(adapters)
-        routing = ForwardRouting() if record else None
-        with routed(routing), images:
+        if not (record and self.companions.recorders):
+            with entered:
+                return Forward(self.model(ids, cache=caches))
+        with ExitStack() as stack:
+            recorded = [stack.enter_context(each.recording()) for each in self.companions.recorders]
+            stack.enter_context(entered)
             logits = self.model(ids, cache=caches)
-        return Forward(logits, None if routing is None else self._ids(routing))
-
-    def _ids(self, routing: ForwardRouting) -> mx.array:
-        """Return the experts of a forward, [tokens, layers, k] uint8 or uint16."""
-        assert self._routing is not None, "nothing is recorded without it"
-        return routing.by_token().astype(mx.uint16 if self._routing[2] > NARROW_IDS else mx.uint8)
-
-
-def _shown(pieces: Iterable[tuple[SequenceOf[int], ShownText]]) -> Iterable[Piece]:
-    return [(tokens, owner.images, owner.adapter) for tokens, owner in pieces]
+        return Forward(logits, tuple(column() for column in recorded))

@@ -28,7 +28,7 @@ from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
 from mlx_parallm.engine.decoding.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.decoding.steps import DraftStep, LaunchedStep, SampledToken
-from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
+from mlx_parallm.engine.recorded import RecordedPrompt, pieces_between
 from mlx_parallm.engine.scheduling.prefills import PrefillChunk, PrefixSave
 from mlx_parallm.engine.scheduling.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
@@ -53,7 +53,6 @@ class ModelRunner:
         cache: keys, values and states of the running rows.
         prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
-        prompt_experts: the experts of the prompts' tokens are recorded too.
     """
 
     def __init__(
@@ -64,10 +63,8 @@ class ModelRunner:
         *,
         prefill_chunk: int,
         processed_alternatives: bool,
-        prompt_experts: bool = False,
     ) -> None:
         self.forward = forward
-        self._records_prompts = prompt_experts
         self._processed_alternatives = processed_alternatives
         self.prefill_chunk = prefill_chunk
         self._weights = weights
@@ -103,7 +100,7 @@ class ModelRunner:
             for chunk in plan.prefill
             for row in chunk.prefill.rows
         )
-        self.forward.prepare_images(pieces, self._weights)
+        self.forward.prepare(pieces, self._weights)
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -123,14 +120,14 @@ class ModelRunner:
         done, computed = plan.prefilled_tokens, plan.prompt_tokens
         if not plan.rows:
             return LaunchedStep(
-                (), view.policy_version, None, None, pending, done, computed, None, written
+                (), view.policy_version, None, None, pending, done, computed, (), written
             )
         rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
-        batch, sampled, experts = self._sample(rows, tokens, 0)
-        pending += sampled.arrays + self._cache.unread + present([experts])
+        batch, sampled, recorded = self._sample(rows, tokens, 0)
+        pending += [*sampled.arrays, *self._cache.unread, *recorded]
         return LaunchedStep(
-            rows, view.policy_version, batch, sampled, pending, done, computed, experts, written
+            rows, view.policy_version, batch, sampled, pending, done, computed, recorded, written
         )
 
     def make_room_after(self, step: LaunchedStep) -> None:
@@ -139,7 +136,7 @@ class ModelRunner:
         assert step.sampled is not None
         mx.async_eval(step.pending)
         # writing keys and values that others still hold would copy them
-        step.pending[:] = step.sampled.arrays + present([step.experts])
+        step.pending[:] = [*step.sampled.arrays, *step.recorded]
         self._cache.reserve(
             [sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens
         )
@@ -158,10 +155,10 @@ class ModelRunner:
         if rows != step.rows:
             place = {id(sequence): index for index, sequence in enumerate(step.rows)}
             tokens = mx.take(tokens, mx.array([place[id(sequence)] for sequence in rows]))
-        batch, sampled, experts = self._sample(rows, tokens, 1)
-        pending = sampled.arrays + self._cache.unread + present([experts])
+        batch, sampled, recorded = self._sample(rows, tokens, 1)
+        pending = [*sampled.arrays, *self._cache.unread, *recorded]
         following = LaunchedStep(
-            rows, view.policy_version, batch, sampled, pending, experts=experts
+            rows, view.policy_version, batch, sampled, pending, recorded=recorded
         )
         mx.async_eval(following.pending)
         return following
@@ -187,7 +184,7 @@ class ModelRunner:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
             for row, alternatives in zip(step.batch.wants_top, ordered, strict=True):
                 top[row] = alternatives[: step.rows[row].params.logprobs]
-        experts = None if step.experts is None else np.array(step.experts)
+        columns = [np.array(column) for column in step.recorded]
         return [
             SampledToken(
                 sequence,
@@ -195,7 +192,7 @@ class ModelRunner:
                 read.logprobs[row],
                 processed.get(row),
                 top.get(row),
-                b"" if experts is None else experts[row].tobytes(),
+                tuple([column[row].tobytes() for column in columns]) if columns else (),
             )
             for row, sequence in enumerate(step.rows)
         ]
@@ -213,7 +210,7 @@ class ModelRunner:
             tokens: tuple[int, ...] = (0, 1, 2, 3)
             if sequence is not None:
                 text = (*sequence.prompt, *sequence.tokens)
-                tokens = text[: sequence.outside_images(min(PROBED, len(text)))]
+                tokens = text[: sequence.outside_spans(min(PROBED, len(text)))]
             caches = self._cache.new_prefill(len(tokens))
             logits = self._forward(tokens, sequence, caches)
             arrays = [logits - logits[..., :1], *arrays_of(caches)]
@@ -235,27 +232,30 @@ class ModelRunner:
 
     def _sample(
         self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int
-    ) -> tuple[SamplingBatch, Sampled, mx.array | None]:
-        """Feeds each row its token, and draws the next one. The last array: the experts of the
-        forward."""
+    ) -> tuple[SamplingBatch, Sampled, tuple[mx.array, ...]]:
+        """Feeds each row its token, and draws the next one. The last: what the forward
+        recorded."""
         batch = self._sampling_batch(rows)
-        logits, experts = self._decode(rows, tokens)
+        logits, recorded = self._decode(rows, tokens)
         if batch.matchers:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
         sampled = sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
-        return batch, sampled, experts
+        return batch, sampled, recorded
 
     def _decode(
         self, rows: tuple[Sequence, ...], tokens: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """Feeds each row its next token, tokens [n]; returns logits [n, V] and, if they are
-        recorded, the experts [n, layers, k]."""
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """Feeds each row its next token, tokens [n]; returns logits [n, V], and what is recorded,
+        [n, …] each."""
         parts = [
             self.forward.decode(rows[start:stop], tokens[start:stop], caches)
             for start, stop, caches in self._cache.batches()
         ]
-        experts = present([part.experts for part in parts])
-        return _joined([part.logits for part in parts]), _joined(experts) if experts else None
+        if len(parts) == 1:
+            return parts[0].logits, parts[0].recorded
+        columns = zip(*[part.recorded for part in parts], strict=True)
+        recorded = tuple(mx.concatenate([*column]) for column in columns)
+        return mx.concatenate([part.logits for part in parts]), recorded
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
         """Computes the sequence's prompt and output without its newest token, and puts that into
@@ -265,11 +265,11 @@ class ModelRunner:
         """
         tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
-        self.forward.prepare_images([(tokens, sequence)], self._weights)
+        self.forward.prepare([(tokens, sequence)], self._weights)
         caches = self._cache.new_prefill(len(tokens))
         start = 0
         while start < length:
-            stop = sequence.outside_images(min(start + self.prefill_chunk, length))
+            stop = sequence.outside_spans(min(start + self.prefill_chunk, length))
             self._forward(tokens[start:stop], sequence, caches, start)
             mx.eval(arrays_of(caches))
             start = stop
@@ -335,8 +335,8 @@ class ModelRunner:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
-        for row in prefill.rows if self._records_prompts else ():
-            row.reuse_routes()
+        for row in prefill.rows if self.forward.companions.records_prompts else ():
+            row.reuse_records()
         in_segments = all(end_of(row.chunks) == prefill.length for row in prefill.rows)
         if chunk.prompts and in_segments and self._cache.rewindable:
             for row in prefill.rows:  # nothing to compute, nothing to copy
@@ -350,7 +350,7 @@ class ModelRunner:
                 row.prefix = ()
         kept = self._compute(chunk, view) if chunk.stop > chunk.start else []
         if chunk.save is not None:
-            kept += self._keep(prefill.caches, chunk.save, prefill.rows[0].routes)
+            kept += self._keep(prefill.caches, chunk.save, prefill.rows[0].recorded)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
@@ -367,25 +367,31 @@ class ModelRunner:
             chunk.prefill.caches,
             view.base_serial,
             width=chunk.stop - chunk.start,
-            record=self._records_prompts,
+            record=self.forward.companions.records_prompts,
         )
-        return [] if read.experts is None else self._note_routes(chunk, read.experts)
+        return self._note_records(chunk, read.recorded) if read.recorded else []
 
-    def _note_routes(self, chunk: PrefillChunk, by_token: mx.array) -> list[mx.array]:
-        """Give each row of a prefill the experts of its tokens; returns them to be evaluated."""
-        by_row = by_token.reshape(len(chunk.prefill.rows), -1, *by_token.shape[1:])
-        arrays = [mx.contiguous(by_row[index]) for index in range(len(by_row))]
-        for row, array in zip(chunk.prefill.rows, arrays, strict=True):
-            row.routes.add(chunk.start, min(chunk.stop, len(row.tokens)), array)
+    def _note_records(self, chunk: PrefillChunk, by_token: SequenceOf[mx.array]) -> list[mx.array]:
+        """Give each row of a prefill what is recorded of its tokens; returns it to be
+        evaluated."""
+        rows = chunk.prefill.rows
+        by_row = [each.reshape(len(rows), -1, *each.shape[1:]) for each in by_token]
+        arrays: list[mx.array] = []
+        for index, row in enumerate(rows):
+            columns = [mx.contiguous(each[index]) for each in by_row]
+            row.recorded.add(chunk.start, min(chunk.stop, len(row.tokens)), columns)
+            arrays += columns
         return arrays
 
-    def _keep(self, caches: list[Any], save: PrefixSave, routes: PromptRoutes) -> list[mx.array]:
+    def _keep(
+        self, caches: list[Any], save: PrefixSave, recorded: RecordedPrompt
+    ) -> list[mx.array]:
         """Put the keys and values of a one-row prefill into the prefix cache; return arrays to
         be evaluated."""
         kept: list[mx.array] = []
         if save.segment is not None:
-            save.segment.routes = pieces_between(
-                routes.pieces, save.segment.start, save.segment.stop
+            save.segment.recorded = pieces_between(
+                recorded.pieces, save.segment.start, save.segment.stop
             )
             save.segment.arrays = self._cache.read_prefill(
                 caches, save.segment.start, save.segment.stop
@@ -401,10 +407,6 @@ class ModelRunner:
             self._batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
             self._rows = rows
         return self._batch
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _by_row(step: LaunchedStep) -> list[Sequence]:

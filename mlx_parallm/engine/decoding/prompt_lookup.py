@@ -20,7 +20,7 @@ class Drafts:
     """The drafts of one sequence.
 
     Args:
-        prompt: its prompt; images have negative numbers, which no draft contains.
+        prompt: its prompt; placeholders have negative numbers, which no draft has.
         longest: tokens of a draft.
     """
 

@@ -22,7 +22,7 @@ class LaunchedStep:
     pending: list[mx.array]
     prefilled_tokens: int = 0  # tokens of the prompts that it completes
     prompt_tokens: int = 0  # tokens of prompts that it computes
-    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, if they are recorded
+    recorded: tuple[mx.array, ...] = ()  # [rows, …] each
     written: SequenceOf[mx.array] = ()  # `pending` of prompts: keys, values, states
 
 
@@ -43,4 +43,4 @@ class SampledToken:
     logprob: float
     processed_logprob: float | None
     top_logprobs: tuple[TopLogprob, ...] | None
-    experts: bytes = b""  # as in `types.RoutedExperts.ids`
+    recorded: tuple[bytes, ...] = ()  # for each of the sequence's records

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
-from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
+from mlx_parallm.engine.recorded import RecordedPrompt, pieces_between
 from mlx_parallm.engine.sequence import Sequence
 
 
@@ -37,14 +37,14 @@ class PrefillRow:
     reused: int
     sequences: list[Sequence]
     chunks: tuple[PrefixChunk, ...] = ()
-    routes: PromptRoutes = field(default_factory=PromptRoutes)
+    recorded: RecordedPrompt = field(default_factory=RecordedPrompt)
 
-    def reuse_routes(self) -> None:
-        """Note the recorded experts of its reused positions, for its sequences too."""
+    def reuse_records(self) -> None:
+        """Note what is recorded of its reused positions, for its sequences too."""
         for chunk in self.prefix:
-            self.routes.pieces += pieces_between(chunk.segment.routes, chunk.start, chunk.stop)
+            self.recorded.pieces += pieces_between(chunk.segment.recorded, chunk.start, chunk.stop)
         for sequence in self.sequences:
-            sequence.prompt_routes = self.routes
+            sequence.recorded_prompt = self.recorded
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ class Prefill:
         """Positions of its caches."""
         return len(self.rows) * self.length
 
-    def outside_images(self, stop: int) -> int:
-        """Return the end of a chunk, moved behind the images that a forward must have whole."""
-        moved = max(row.owner.outside_images(stop) for row in self.rows)
-        return stop if moved == stop else self.outside_images(moved)
+    def outside_spans(self, stop: int) -> int:
+        """Return the end of a chunk, moved behind the spans that a forward must have whole."""
+        moved = max(row.owner.outside_spans(stop) for row in self.rows)
+        return stop if moved == stop else self.outside_spans(moved)
 
 
 @dataclass(frozen=True, slots=True)

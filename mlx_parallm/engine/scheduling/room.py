@@ -239,7 +239,7 @@ class CacheRoom:
                 if save := self._save(key, tuple(text), sequence.row):
                     saves.append(save)
                     if new := save.segment:
-                        new.routes = sequence.routes_between(new.start, new.stop)
+                        new.recorded = sequence.recorded_between(new.start, new.stop)
         return saves
 
     def _save(self, key: Key, text: tuple[int, ...], row: int) -> PrefixSave | None:

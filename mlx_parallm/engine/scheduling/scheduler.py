@@ -9,7 +9,7 @@ one level, so no request starves, and none overtakes a request that waits for me
 Prefill: any number of prompts may be under way; each step advances the one with the least left (so
 a short prompt does not wait for a long one), but one that was passed over gains a chunk a step.
 While rows decode, a prompt of several chunks advances by smaller ones. A chunk that would end
-inside an image whose tokens see each other both ways ends behind it. A prompt is computed once
+inside a span whose tokens see each other both ways ends behind it. A prompt is computed once
 for all requests that bring it meanwhile. `CacheRoom` (room.py) knows
 its known prefix, its stops, the kept part, and whether there is room for one more.
 """
@@ -259,7 +259,7 @@ class Scheduler:
             start, stop = prefill.done, self._end_of_chunk(prefill, left)
             if stop < prefill.length and chunks:
                 continue
-            stop = prefill.outside_images(stop)
+            stop = prefill.outside_spans(stop)
             stop = min([stop, *[place for place in prefill.places if place > start]])
             save = self.room.advance(prefill, stop, weights_of)
             left = max(0, left - (stop - start) * len(prefill.rows))

@@ -20,23 +20,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
     SwitchGLU,
     SwitchLinear,
     SwitchMLP,
 )
-from mlx_parallm.system.log import get_logger
 
-log = get_logger("trainer")
 UNFORCED = -1
 """In the place of an expert's id: the router chooses."""
 
@@ -302,46 +298,6 @@ def why_not_routed(model: nn.Module) -> str:
     if not mx.allclose(probe, free, rtol=1e-5, atol=1e-5).item():
         return "its own choice, repeated, gives other logits"
     return "" if not mx.array_equal(moved, free).item() else "other experts give the same logits"
-
-
-def watched_experts(
-    model: nn.Module, setting: Literal["off", "on", "auto"]
-) -> tuple[int, int, int] | None:
-    """Prepare a model, and return `routing_shape`; None: it has no experts, or they cannot be
-    watched and repeated. Raises ConfigError: router_replay is "on", and they cannot."""
-    if not blocks_of_experts(model) and setting != "on":
-        return None
-    prepare_routing(model)
-    if reason := why_not_routed(model):
-        if setting == "on":
-            raise ConfigError(
-                f'rl_training.router_replay = "on", but {reason}; leave it out or set it to "off"'
-            )
-        if setting == "auto":
-            log.warning("the router of the trainer chooses its own experts", reason=reason)
-        return None
-    return routing_shape(model)
-
-
-def replays_experts(
-    model: nn.Module,
-    setting: Literal["off", "on", "auto"],
-    *,
-    staleness: int,
-    rounded: bool = False,
-    kv_bits: int | None = None,
-) -> bool:
-    """Whether the trainer of a model with `watched_experts` repeats the engine's.
-
-    "auto": if the two may choose differently, because the weights are not float32, rollouts may
-    be older than the weights by `staleness` steps, the trainer's weights are `rounded`, or the
-    engine keeps keys and values in `kv_bits`.
-    """
-    if setting != "auto":
-        return setting == "on"
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    exact = all(array.dtype == mx.float32 for array in arrays)
-    return staleness > 0 or rounded or kv_bits is not None or not exact
 
 
 _FAULTS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration)

@@ -10,20 +10,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.memory import KVSize
 from mlx_parallm.models.blocks_per_eval import BlockSize
-from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.experts.replay import is_repeated, recorded_bytes
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.image_support import tower_sizes
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
-    are_experts,
     find_adapter_file,
     inject_lora,
     linear_shape,
@@ -36,14 +34,12 @@ from mlx_parallm.models.scoring.card import RewardModelCard, find_reward_model
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.device.traits import half_precision_is_slow, unpacks_weights
-from mlx_parallm.types import NARROW_IDS
 
 FLOAT, HALF = 4, 2
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay
 float32."""
 PROJECTIONS = 3  # a block's experts have three: gate, up and down
-EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,9 @@ class ModelShape:
         )
         model, width = loaded.model, loaded.dtype.size
         weights, unpacked = loaded.weights, _unpacked_experts(model)
-        replayed = training.algorithm not in DATA_ALGORITHMS and replays_experts(
-            model,
-            training.router_replay,
-            staleness=training.max_staleness,
-            rounded=lora.qat_bits is not None,
-            kv_bits=config.server.kv_bits,
-        )
-        routes = _routes(model, model_config) if replayed else 0
+        routes = 0
+        if is_repeated(model, training, config.server.kv_bits):
+            routes = recorded_bytes(model, text_config(model_config))
         arrays = tree_flatten(model.parameters())
         others = adapted = 0
         if lora.enabled:
@@ -172,16 +163,6 @@ def _unpacked_experts(model: nn.Module) -> int:
     ]
     sizes = sorted(math.prod(linear_shape(stack)) for stack in stacks)
     return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
-
-
-def _routes(model: nn.Module, model_config: Mapping[str, Any]) -> int:
-    """Bytes of a token's recorded experts; 0: it has none."""
-    if not (blocks := len(blocks_of_experts(model))):
-        return 0
-    text = text_config(model_config)
-    each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
-    experts = next(layer.num_experts for layer in model.modules() if are_experts(layer))
-    return blocks * each * (1 + (experts > NARROW_IDS))
 
 
 def _reward_model_weights(path: str, lent: str | None) -> int:

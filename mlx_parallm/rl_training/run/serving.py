@@ -1,7 +1,7 @@
 """The serving half of the process, as a run uses it: `PolicyServer`, and `open_serving`, which lets
 it answer with the policy in training."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +51,7 @@ class PolicyServer(Served, Protocol):
         main_adapter: str | None,
         trains_base: bool,
         adapter_roots: Sequence[Path],
-        record_experts: bool,
-        record_prompt_experts: bool,
+        recorded: Collection[str],
     ) -> None: ...
     def observe_publish(self, report: PublishReport) -> None: ...
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None: ...
@@ -95,7 +94,6 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
-        record_experts=policy.replays_experts,
-        record_prompt_experts=policy.replays_prompts,
+        recorded=policy.experts.recorded,
     )
     return weights

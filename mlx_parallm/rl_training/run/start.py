@@ -340,7 +340,7 @@ def _listen(
 def _complete(trainer: Trainer, prepared: PreparedRun, loaded: LoadedModel) -> None:
     """Give a new trainer what lies beside its weights in a checkpoint, and its companions."""
     policy = trainer.policy
-    prepared.live.experts = policy.experts if policy.replays_experts else None
+    prepared.live.experts = policy.experts.shape if policy.experts.sampled else None
     policy.described = _described(prepared)
     build_companions(
         trainer,

@@ -31,7 +31,7 @@ from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_
 from mlx_parallm.models.adapters.linear import AdapterDropout, dense_weight, merged_rows
 from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.experts.routing import replays_experts, watched_experts
+from mlx_parallm.models.experts.replay import replay_of
 from mlx_parallm.models.heads.value_head import (
     VALUE_HEAD_FILE,
     attach_value_head,
@@ -78,11 +78,10 @@ class TrainedPolicy:
         kv_bits: bits of the engine's keys and values; None: those of the model.
         images: reads images for the loaded model, whose tree this is; None: it reads texts alone.
 
-    `experts`: (layers, experts a token, experts) of a model whose experts can be watched.
-    `replays_experts`: the trainer's forward takes those that rollouts have recorded.
+    `experts`: those that the trainer watches and repeats.
 
     Raises ConfigError: full-weight training or `qat_bits` on a quantised base, no hidden state for
-    a value head, router_replay = "on" for a model without it.
+    a value head, experts to be repeated that cannot be.
     AdapterError: targets or shapes that do not fit.
     """
 
@@ -111,21 +110,7 @@ class TrainedPolicy:
         )
         lora = training.lora
         self.lora = lora.enabled
-        router_replay = "off" if training.learns_from_rows else training.router_replay
-        self.experts = watched_experts(model, router_replay) if watches_experts else None
-        self.replays_experts = self.experts is not None and replays_experts(
-            model,
-            router_replay,
-            staleness=training.max_staleness,
-            rounded=lora.qat_bits is not None,
-            kv_bits=kv_bits,
-        )
-        self.replays_prompts = self.replays_experts and training.router_replay_prompts
-        if training.router_replay_prompts and self.experts is None:
-            raise ConfigError(
-                "rl_training.router_replay_prompts = true, but this model has no experts that can"
-                " be repeated: leave it out"
-            )
+        self.experts = replay_of(model, training, kv_bits, watches=watches_experts)
         self._adalora = (
             lora.adalora.model_dump() | {"total_step": training.total_steps}
             if lora.use_adalora

@@ -81,12 +81,11 @@ class RecordedExperts(StepCompanion):
 
 def experts_of(policy: TrainedPolicy, between_blocks: Callable[[], None]) -> RecordedExperts | None:
     """Return the companion of a policy whose experts are watched; None: it has none."""
-    if policy.experts is None:
+    shape, replays, prompts = policy.experts
+    if shape is None:
         return None
-    layers, _, experts = policy.experts
-    return RecordedExperts(
-        (layers, experts), replays=policy.replays_experts, prompts=policy.replays_prompts
-    )
+    layers, _, experts = shape
+    return RecordedExperts((layers, experts), replays=replays, prompts=prompts)
 
 
 def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndarray | None:

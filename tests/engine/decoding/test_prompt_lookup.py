@@ -10,13 +10,13 @@ import pytest
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.decoding.prompt_lookup import LONGEST_REST, PATIENCE, Drafts
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.routing import RecordedRouting
 from mlx_parallm.engine.starting import no_drafts
 from mlx_parallm.types import Completion, Request
 from tests.engine.helpers import (
     VOCAB,
     Served,
     collect,
-    engine_options,
     qwen3_model,
     ragged_prompts,
     random_adapter,
@@ -278,9 +278,6 @@ def test_what_excludes_drafts_is_refused_or_named() -> None:
             ServerConfig(prompt_lookup=8, **changes)
     with pytest.raises(ValueError, match="prompt_lookup"):  # a row of logits for each token
         ServerConfig(prompt_lookup=100_000)
-    options = engine_options(prompt_lookup=8)
-    assert no_drafts(options, deterministic=False) == ""
-    assert "deterministic" in no_drafts(options, deterministic=True)
-    assert "experts" in no_drafts(
-        engine_options(prompt_lookup=8, experts=(2, 2, 8)), deterministic=False
-    )
+    assert no_drafts([], deterministic=False) == ""
+    assert "deterministic" in no_drafts([], deterministic=True)
+    assert "experts" in no_drafts([RecordedRouting((2, 2, 8))], deterministic=False)

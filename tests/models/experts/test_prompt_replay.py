@@ -8,10 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.engine.routing import RecordedRouting
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, routed, watched_experts
+from mlx_parallm.models.experts.replay import watched_experts
+from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, routed
 from mlx_parallm.models.layouts.layout import pack_rows, share_prompts
 from mlx_parallm.models.layouts.tree_rows import merge_rows
 from mlx_parallm.models.logprobs import token_logprobs
@@ -34,7 +36,8 @@ def recording(name="qwen3_moe", **options):
     """A model, and an engine of a copy that records its experts."""
     model = experts_of(name)
     shape = watched_experts(model, "on")
-    options = {"max_rows": 4, "experts": shape, "prompt_experts": True, **options}
+    recorder = RecordedRouting(shape, prompts=True)
+    options = {"max_rows": 4, "companions": [recorder], **options}
     return model, serve(copy.deepcopy(model), **options).engine
 
 

@@ -10,17 +10,17 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_moe import ModelArgs, Qwen3MoeSparseMoeBlock
 
+from mlx_parallm.engine.routing import RecordedRouting
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.experts.replay import replays_experts, watched_experts
 from mlx_parallm.models.experts.routing import (
     UNFORCED,
     ForwardRouting,
     expert_load,
     prepare_routing,
-    replays_experts,
     routed,
     routing_shape,
-    watched_experts,
     why_not_routed,
 )
 from mlx_parallm.models.layouts.layout import TokenBatch, pack_rows, share_prompts
@@ -255,7 +255,7 @@ def test_the_trainer_repeats_what_the_engine_took(name):
     with it none, and the scores are those of a plain forward with these experts."""
     trained = experts_of(name)
     shape = watched_experts(trained, "on")
-    served = serve(copy.deepcopy(trained), max_rows=4, experts=shape)
+    served = serve(copy.deepcopy(trained), max_rows=4, companions=[RecordedRouting(shape)])
     trained.unfreeze()
     prompts = [[5, 9, 2, 7], [8, 1, 1], [3, 3, 6, 2, 4]]
     params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2}
@@ -321,10 +321,12 @@ def part_experts(part):
 def test_the_engine_records_what_its_forwards_took_by_whatever_way():
     """Rows of different lengths, with and without steps that are started ahead."""
     model = experts_of("qwen3_moe")
-    shape = watched_experts(model, "on")
+    companions = [RecordedRouting(watched_experts(model, "on"))]
     ways = []
     for ahead in (False, True):
-        served = serve(copy.deepcopy(model), max_rows=3, experts=shape, async_scheduling=ahead)
+        served = serve(
+            copy.deepcopy(model), max_rows=3, companions=companions, async_scheduling=ahead
+        )
         requests = [
             request(f"r{i}", [4 + i] * (2 + 3 * i), temperature=0.0, max_tokens=4 + i)
             for i in range(5)
