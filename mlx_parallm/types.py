@@ -324,6 +324,27 @@ class Completion:
     # token, or the end
     forced: tuple[int, ...] | None = None
 
+    def delta(self, *, rejected_tokens: int = 0) -> CompletionDelta:
+        """Return the whole choice as one delta. `rejected_tokens`: see `RequestOutput`."""
+        return CompletionDelta(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+            policy_versions=self.policy_versions,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            error_code=self.error_code,
+            processed_logprobs=self.processed_logprobs,
+            forced=self.forced,
+            routed_experts=self.routed_experts,
+            prompt_experts=self.prompt_experts,
+            cached_tokens=0 if self.index else self.cached_tokens,
+            rejected_tokens=0 if self.index else rejected_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:

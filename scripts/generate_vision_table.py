@@ -127,9 +127,9 @@ def served_and_trained(name: str, work: Path) -> tuple[float, float]:
     """Return how far the engine's log-probabilities are from one forward's, and the norm of the
     gradient of an adapter's arrays by them."""
     from mlx_parallm.config.training import LoraConfig
+    from mlx_parallm.engine.companions.images import ImageFeatures
     from mlx_parallm.engine.decoding.forward import GivenText
     from mlx_parallm.engine.engine import Engine
-    from mlx_parallm.engine.images import ImageFeatures
     from mlx_parallm.models.adapters.linear import AdapterDropout
     from mlx_parallm.models.images.embedding import admit_images
     from mlx_parallm.models.loading import load_model

@@ -330,6 +330,9 @@ CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
 ICEPOP_BOUNDS = 0.5, 5.0  # arXiv:2510.18855
 
 
+REPLAY_KEYS = ("router_replay", "router_replay_prompts")
+
+
 class PrepareConfig(Section):
     """The part of RLTrainingConfig about a batch before the first update of its step."""
 

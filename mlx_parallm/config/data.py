@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.config.algorithm import PrepareConfig
+from mlx_parallm.config.algorithm import REPLAY_KEYS, PrepareConfig
 from mlx_parallm.config.environment import HUB_PREFIX, Section
 
 REWARD_MODEL = "reward_model"
@@ -63,7 +63,7 @@ ROLLOUT_KEYS = (
     "max_empty_rounds",
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
-_NOT_PREPARED = ("mask_truncated", "router_replay", "router_replay_prompts")
+_NOT_PREPARED = ("mask_truncated", *REPLAY_KEYS)
 NOT_OF_PREFERENCES = (
     *(n for n in PrepareConfig.model_fields if n not in _NOT_PREPARED),
     "kl_beta",

@@ -24,7 +24,7 @@ from functools import partial
 import mlx.nn as nn
 
 from mlx_parallm.engine.cache.batch import choose_cache
-from mlx_parallm.engine.companion import EngineCompanion, EngineCompanions
+from mlx_parallm.engine.companions.companion import EngineCompanion, EngineCompanions
 from mlx_parallm.engine.decoding.draft_row import DraftRow
 from mlx_parallm.engine.decoding.forward import ForwardContext
 from mlx_parallm.engine.decoding.model_runner import ModelRunner

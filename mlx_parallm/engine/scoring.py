@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
-from mlx_parallm.engine.companion import Carried, EngineCompanions
+from mlx_parallm.engine.companions.companion import Carried, EngineCompanions
 from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
 from mlx_parallm.engine.decoding.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot

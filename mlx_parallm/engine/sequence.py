@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.engine.companion import Carried, Record, joined_records
+from mlx_parallm.engine.companions.companion import Carried, Record, joined_records
+from mlx_parallm.engine.companions.recorded import Piece, RecordedPrompt, pieces_between
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.recorded import Piece, RecordedPrompt, pieces_between
 from mlx_parallm.types import (
     Completion,
     FinishReason,

@@ -4,7 +4,7 @@ and random stream."""
 import random
 from functools import partial
 
-from mlx_parallm.engine.companion import EngineCompanions
+from mlx_parallm.engine.companions.companion import EngineCompanions
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.output_text import OutputText

@@ -8,8 +8,8 @@ from functools import partial
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.companion import EngineCompanion, ServedModel
-from mlx_parallm.engine.companions import makers_of
+from mlx_parallm.engine.companions.companion import EngineCompanion, ServedModel
+from mlx_parallm.engine.companions.makers import makers_of
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.lanes import divided
 from mlx_parallm.engine.parts import EngineOptions

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.request_images import check_images
+from mlx_parallm.engine.companions.request_images import check_images
 from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.types import Request, SamplingParams
 

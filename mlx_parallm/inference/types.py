@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypedDict, TypeGuard, overload
 
 import numpy as np
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.tool_calls import ParsedCalls
-from mlx_parallm.types import Completion, RoutedExperts
+from mlx_parallm.rollout_store.companions import answer_metadata
+from mlx_parallm.types import Completion
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
@@ -76,7 +78,7 @@ class Generation:
     policy_versions: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     cached: bool = False
-    routed_experts: RoutedExperts | None = None
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # by companions, as a list's entry
 
     @classmethod
     def of(
@@ -89,7 +91,7 @@ class Generation:
             completion.finish_reason,
             completion.policy_versions,
             prompt_token_ids,
-            routed_experts=completion.routed_experts,
+            recorded=answer_metadata(completion),
         )
 
 
@@ -125,7 +127,7 @@ class GenerationResult(Sequence[str]):
     metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"),
     "policy_versions" (one for each
         token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache); of a
-        mixture of experts "routed_experts" ([T, layers, k], or None).
+        mixture of experts those of each token ([T, layers, k], or None).
     """
 
     texts: list[str]
@@ -139,16 +141,14 @@ class GenerationResult(Sequence[str]):
         cls, answers: Sequence[Generation], *, logprobs: bool, logits: list[np.ndarray] | None
     ) -> "GenerationResult":
         ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
-        routed = [answer.routed_experts for answer in answers]
-        experts = [None if one is None else one.array() for one in routed]
         metadata: dict[str, list[Any]] = {
             "finish_reasons": [answer.finish_reason for answer in answers],
             "policy_versions": [answer.policy_versions for answer in answers],
             "prompt_token_ids": [answer.prompt_token_ids for answer in answers],
             "cached": [answer.cached for answer in answers],
         }
-        if any(routed):
-            metadata["routed_experts"] = experts
+        for name in dict.fromkeys(chain(*(answer.recorded for answer in answers))):
+            metadata[name] = [answer.recorded.get(name) for answer in answers]
         return cls(
             [answer.text for answer in answers],
             ids if len(ids) == len(answers) else None,

@@ -37,6 +37,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.blocks_per_eval import BlockLimits, graph_nodes
+from mlx_parallm.models.experts.forced import routing_of
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.heads.language_head import (
     TRAINED_HEAD,
@@ -66,7 +67,6 @@ from mlx_parallm.models.layer_stack import (
     refilled,
     resolved,
 )
-from mlx_parallm.models.layouts.forced_experts import routing_of
 from mlx_parallm.models.layouts.layout import (
     CompactRows,
     Layout,

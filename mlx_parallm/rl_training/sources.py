@@ -63,7 +63,7 @@ class SourceContext:
     want to know that a reward came by id add a function here. `group_sizes`: a source that makes
     groups by itself adds their size. `on_times`: takes the times of a
     group (`run_files.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
-    trainer repeats, once there is one. `images`: reads images for the model; None: it sees none.
+    trainer repeats, once there is one. `image_reader`: the model's; None: it reads texts alone.
     """
 
     config: Config
@@ -78,7 +78,7 @@ class SourceContext:
     on_times: Callable[[str, tuple[float, float]], None] | None = None
     players: Callable[[], Sequence[MakePlayer]] = tuple
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None
-    images: ImageReader | None = None
+    image_reader: ImageReader | None = None
 
 
 class RolloutSource:

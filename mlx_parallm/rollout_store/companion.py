@@ -37,6 +37,10 @@ class RolloutCompanion:
         """Return fields of `Rollout`, of an answer that came in parts."""
         return {}
 
+    def metadata(self, completion: Completion) -> dict[str, Any]:
+        """Return what a program in Python gets beside an answer, by name."""
+        return {}
+
     def refusal(self, request: Request) -> str | None:
         """Say why an answer to this request is not kept for training; None: it may be."""
         return None

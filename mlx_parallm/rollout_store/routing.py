@@ -52,6 +52,11 @@ class Experts(RolloutCompanion):
         prompts = (part.prompt_experts for part in parts if part.prompt_experts)
         return {"routed_experts": joined_experts(sampled), "prompt_experts": next(prompts, ())}
 
+    def metadata(self, completion: Completion) -> dict[str, Any]:
+        """Experts [T, layers, k] of the sampled tokens."""
+        recorded = completion.routed_experts
+        return {} if recorded is None else {"routed_experts": recorded.array()}
+
     def check(self, segment: Rollout) -> None:
         length = len(segment.tokens)
         if (experts := segment.routed_experts) is not None and len(experts) != sum(segment.mask):

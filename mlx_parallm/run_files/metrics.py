@@ -132,13 +132,13 @@ tokens that are the teacher's best; `teacher_reward_r`: `step.distillation.teach
 `given_sequences`: answers in the place of groups (lmbda);
 `teacher_seconds`: how long that took, a part of time_train_s; `distill_loss`: the divergence, with
 mode = "loss".
-With router_replay (docs/algorithms.md#mixtures-of-experts): `experts_differing`: share of the pairs
+Recorded experts (docs/algorithms.md#mixtures-of-experts): `experts_differing`: share of the pairs
 of a sampled token and a layer for which the trainer's router would have chosen other experts than
-the engine took; null if none was counted. With router_replay_prompts:
+the engine took; null if none was counted;
 `prompt_experts_differing`: the same of the tokens of prompts and between turns;
 `prompt_experts_missing`: share of these tokens without recorded experts. Of a mixture of experts,
 over the tokens that the step trained on: `expert_tokens`, `expert_load_max`, `expert_load_entropy`,
-`experts_unused`: `models.experts.routing.expert_load`.
+`experts_unused`.
 `trained_tokens`: those of `tokens` that the loss counted, if a client computes the steps.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.

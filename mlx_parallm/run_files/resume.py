@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.algorithm import BOUNDS
+from mlx_parallm.config.algorithm import BOUNDS, REPLAY_KEYS
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.run_files.directory import CONFIG_FILE, LATEST, STORE_FILE, find_checkpoint
@@ -118,7 +118,7 @@ MAY_CHANGE = (
             "overlong_buffer",
             "overlong_length",
             "sampler_correction*",
-            "router_replay*",
+            *REPLAY_KEYS,
             "kl_in",
             "kl_target",
             "kl_horizon",

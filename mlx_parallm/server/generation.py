@@ -390,7 +390,10 @@ async def stream(
         _keep(context, requests, _choices_of(outputs), client_id, observer)
         for position, output in enumerate(outputs):
             for completion in output.completions:
-                yield position, in_mode(context, _delta_of(completion, output))
+                yield (
+                    position,
+                    in_mode(context, completion.delta(rejected_tokens=output.rejected_tokens)),
+                )
         return
     texts: dict[tuple[int, int], str] = defaultdict(str)
     with context.admitted(requests), context.running.holding(requests, client_id):
@@ -434,27 +437,6 @@ def _settled(check: AnswerCheck, delta: CompletionDelta, text: str) -> Completio
     if check.marks and delta.finish_reason == "stop":
         return replace(delta, error=fault)
     raise replace(check, retries=0).error(fault, text)
-
-
-def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
-    """A whole choice as one delta."""
-    return CompletionDelta(
-        index=completion.index,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        top_logprobs=completion.top_logprobs,
-        policy_versions=completion.policy_versions,
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-        error=completion.error,
-        error_code=completion.error_code,
-        processed_logprobs=completion.processed_logprobs,
-        forced=completion.forced,
-        routed_experts=completion.routed_experts,
-        cached_tokens=completion.cached_tokens if completion.index == 0 else 0,
-        rejected_tokens=output.rejected_tokens if completion.index == 0 else 0,
-    )
 
 
 def _keep(

@@ -237,9 +237,9 @@ class Ours:
         """[T, V] of the longest row by the engine's way: ids of images, rows of the embedding's table."""
         import mlx.core as mx
 
-        from mlx_parallm.engine.companion import Carried
+        from mlx_parallm.engine.companions.companion import Carried
+        from mlx_parallm.engine.companions.images import ImageFeatures, image_ids
         from mlx_parallm.engine.decoding.forward import GivenText
-        from mlx_parallm.engine.images import ImageFeatures, image_ids
         from mlx_parallm.models.images.embedding import admit_images
 
         ids, model, encoder = tuple(self.rows[-1]), self.loaded.model, self.loaded.images.encoder

@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache import sharing, token_cache
-from mlx_parallm.engine.companion import EngineCompanion
+from mlx_parallm.engine.companions.companion import EngineCompanion
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.engine.parts import EngineOptions

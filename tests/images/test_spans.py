@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mlx_lm.models import gemma3_text
 
+from mlx_parallm.engine.companions.images import ImageFeatures, image_ids
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.spans import ImageSpans, admit_spans, image_numbers

@@ -16,10 +16,10 @@ from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.engine.companion import Carried
+from mlx_parallm.engine.companions.companion import Carried
+from mlx_parallm.engine.companions.images import ImageFeatures, image_ids
 from mlx_parallm.engine.decoding.forward import GivenText
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.embedding import admit_images

@@ -23,7 +23,7 @@ from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.protocol.routes import as_int32, as_npy, read_npy
+from mlx_parallm.server.protocol.routing import as_int32, as_npy, read_npy
 from mlx_parallm.types import RoutedExperts
 from mlx_parallm.weights import SharedWeights
 from tests.atropos.groups import ATROPOS_SETTINGS

@@ -90,7 +90,7 @@ def test_a_group_of_atropos_carries_its_images(checkpoint: Path) -> None:
         }
         assert inference.tokenizer is not None
         reader = inference.tokenizer.images
-        read = partial(from_scored_data, policy_version=0, environment="e", images=reader)
+        read = partial(from_scored_data, policy_version=0, environment="e", reader=reader)
         group = read(data)
         assert [len(each.images) for each in group.rollouts] == [1, 1]
         assert group.rollouts[0].images == group.rollouts[1].images

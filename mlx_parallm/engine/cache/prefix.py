@@ -23,7 +23,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.engine.recorded import Piece
+from mlx_parallm.engine.companions.recorded import Piece
 
 Key = tuple[Hashable, str | None]  # (an identity of the weights, cache_salt)
 

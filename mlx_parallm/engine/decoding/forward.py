@@ -16,7 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.companion import NO_COMPANIONS, Carried, EngineCompanions, Text, TextPiece
+from mlx_parallm.engine.companions.companion import (
+    NO_COMPANIONS,
+    Carried,
+    EngineCompanions,
+    Text,
+    TextPiece,
+)
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext

@@ -25,10 +25,10 @@ from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
+from mlx_parallm.engine.companions.recorded import RecordedPrompt, pieces_between
 from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
 from mlx_parallm.engine.decoding.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.decoding.steps import DraftStep, LaunchedStep, SampledToken
-from mlx_parallm.engine.recorded import RecordedPrompt, pieces_between
 from mlx_parallm.engine.scheduling.prefills import PrefillChunk, PrefixSave
 from mlx_parallm.engine.scheduling.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence

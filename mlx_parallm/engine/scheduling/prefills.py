@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
-from mlx_parallm.engine.recorded import RecordedPrompt, pieces_between
+from mlx_parallm.engine.companions.recorded import RecordedPrompt, pieces_between
 from mlx_parallm.engine.sequence import Sequence
 
 

@@ -85,7 +85,7 @@ class AtroposPoller:
         temperature: float,
         missing_logprobs: MissingLogprobs,
         poll_interval_s: float,
-        images: ImageReader | None = None,
+        image_reader: ImageReader | None = None,
         stalled_after_s: float = STALLED_AFTER_S,
         status_every_s: float = STATUS_EVERY_S,
         experts: Callable[[], tuple[int, int, int] | None] = lambda: None,
@@ -99,7 +99,7 @@ class AtroposPoller:
         self._temperature = temperature
         self._missing_logprobs = missing_logprobs
         self._poll_interval_s = poll_interval_s
-        self._images = images
+        self._image_reader = image_reader
         self._stalled_after_s = stalled_after_s
         self._status_every_s = status_every_s
         self._loop = LoopThread("atropos-poller")
@@ -308,7 +308,7 @@ class AtroposPoller:
                 policy_version=self._policy_version(),
                 environment="external" if env_id is None else f"env_{env_id}",
                 temperature=self._temperature,
-                images=self._images,
+                reader=self._image_reader,
             )
             group = with_fitting_experts(group, self._experts())
             check_group(

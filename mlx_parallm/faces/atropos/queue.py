@@ -22,7 +22,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from mlx_parallm.errors import RefusedError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import ImageReader
-from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, from_scored_data
+from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, SHOWN, from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
@@ -36,7 +36,7 @@ MOST_ENVIRONMENTS = 1000  # registrations in one run; each of them writes the wh
 LONGEST_NAME = 256
 LARGEST_NUMBER = 2**31 - 1
 _NOTE = "atropos_environments"
-_LOOSE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_LOOSE = ("messages", "generation_params", "overrides", "group_overrides", *SHOWN)
 _ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 
@@ -59,7 +59,7 @@ class AtroposSettings:
     other_group_sizes: Sequence[int] = ()
     # (layers, experts a token, experts) that the trainer repeats; None: it repeats none
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None
-    images: ImageReader | None = None  # None: the policy sees none
+    image_reader: ImageReader | None = None  # None: the policy reads texts alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class AtroposQueue:
                 policy_version=version,
                 environment=environment,
                 temperature=self.settings.temperature,
-                images=self.settings.images,
+                reader=self.settings.image_reader,
             )
             group = with_fitting_experts(group, self.settings.experts())
             check_group(

@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect
 
 from mlx_parallm.errors import RefusedError, RolloutRejectedError, StoreError
 from mlx_parallm.faces.atropos.queue import LARGEST_NUMBER, LONGEST_NAME, AtroposQueue
-from mlx_parallm.faces.atropos.wire import ScoredData
+from mlx_parallm.faces.atropos.wire import SHOWN, ScoredData
 from mlx_parallm.server.app import MEANINGS, AddedRouter
 from mlx_parallm.server.auth import refuse_pages
 from mlx_parallm.server.errors import ERROR_CONTENT
@@ -276,9 +276,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
     @router.get("/latest_example")
     def latest_example() -> Response:
         example = queue.latest_example()
-        return JSONResponse(
-            example or {field: [] for field in (*_NO_EXAMPLE, "messages", "images")}
-        )
+        return JSONResponse(example or {field: [] for field in (*_NO_EXAMPLE, "messages", *SHOWN)})
 
 
 def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[dict[str, Any]]:

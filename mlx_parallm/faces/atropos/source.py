@@ -43,7 +43,7 @@ class EmbeddedQueue(RolloutSource):
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=context.group_sizes,
             experts=context.experts,
-            images=context.images,
+            image_reader=context.image_reader,
         )
         self._queue = AtroposQueue(
             context.store,
@@ -96,7 +96,7 @@ class ExternalAPI(RolloutSource):
             policy_version=self._context.policy_version,
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
-            images=self._context.images,
+            image_reader=self._context.image_reader,
             poll_interval_s=atropos.poll_interval_s,
             experts=self._context.experts,
         )

@@ -13,12 +13,10 @@ A template that rewrites history makes one sequence a turn there; only the envir
 those belong together, and `episodes` says so.
 
 Seven optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
-[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), `routed_experts` [G], each
-sequence's as /inference/v1/generate returns them (`server.protocol.routes`), and `episodes` [G]:
+[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), each sequence's experts
+(`SentExperts`), and `episodes` [G]:
 sequences with the same number are the segments of one episode, oldest first, with that episode's
-score, which then counts once in the group (`Rollout.earlier`). `images` [G] has for each sequence
-null, an image (a data URL, or base64 alone, as atroposlib's environments send it), or a list of
-them in the order of their tokens; these are as many as the server's prompt has. Fields that would
+score, which then counts once in the group (`Rollout.earlier`). Fields that would
 change the training and have no counterpart here are refused (`sft`, messages with sound or video).
 Fields without which the group keeps its meaning are listed in `metadata["ignored_fields"]`
 (ref_logprobs: the trainer computes its own reference). `distill_token_ids` and
@@ -30,31 +28,28 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
+from pydantic import NonNegativeInt, ValidationError, field_validator
 
-from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
-from mlx_parallm.execution.chat_messages import is_image
-from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.faces.atropos.companion import GIVEN, Integers, SentSequences, absent
+from mlx_parallm.faces.atropos.routing import SentExperts
+from mlx_parallm.faces.atropos.sent_images import SentImages, refuse_other_media, without_pictures
 from mlx_parallm.rollout_store.checks import GREEDY
 from mlx_parallm.rollout_store.distillation import KEY, best_tokens
 from mlx_parallm.server.protocol.fields import ListOf
-from mlx_parallm.server.protocol.routes import read_npy
 from mlx_parallm.system.pydantic_faults import faults
 from mlx_parallm.types import (
     LOGPROB_TOLERANCE,
     UNSCORED,
-    PromptExperts,
     Rollout,
     RolloutGroup,
-    RoutedExperts,
     has_score,
     sampled_runs,
 )
 
-GIVEN = -100  # the label of a token that is not trained on
 # placeholder of atroposlib's DummyManagedServer for servers without token ids
 _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
@@ -64,25 +59,20 @@ _KEPT_AS_METADATA = ("generation_params", "env_id")
 _IGNORED = ("ref_logprobs",)
 
 
-Integers = ListOf[ListOf[int]]
 Numbers = ListOf[ListOf[float]]
 
 
-class ScoredData(BaseModel):
+class ScoredData(SentImages, SentExperts):
     """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and six optional
     fields of ours."""
 
-    tokens: Integers
-    masks: Integers
     scores: ListOf[float | None]
     advantages: Numbers | None = None
     ref_logprobs: Numbers | None = None
-    messages: ListOf[ListOf[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
     inference_logprobs: Numbers | None = None
     overrides: ListOf[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
-    images: ListOf[str | ListOf[str] | None] | None = None
     env_id: NonNegativeInt | None = None
     distill_token_ids: ListOf[Integers] | None = None
     distill_logprobs: ListOf[Numbers] | None = None
@@ -91,7 +81,6 @@ class ScoredData(BaseModel):
     policy_versions: Integers | None = None
     episodes: ListOf[int] | None = None
     turn_rewards: Numbers | None = None
-    routed_experts: ListOf[str | None] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -112,20 +101,16 @@ class ScoredData(BaseModel):
         "messages",
         "inference_logprobs",
         "overrides",
-        "images",
         "distill_token_ids",
         "distill_logprobs",
         "policy_versions",
         "episodes",
         "turn_rewards",
-        "routed_experts",
         mode="before",
     )
     @classmethod
     def _absent(cls, value: Any) -> Any:
-        """Whether a field is missing. BaseEnv.collect_trajectories sends [] for a field that
-        none of its items has."""
-        return None if value == [] else value
+        return absent(value)
 
 
 OUR_FIELDS = (
@@ -134,8 +119,10 @@ OUR_FIELDS = (
     "policy_versions",
     "episodes",
     "turn_rewards",
-    "routed_experts",
+    *ScoredData.ours,
 )
+SHOWN = tuple(SentImages.model_fields.keys() - SentSequences.model_fields.keys())
+"""Fields of companions that show more of a prompt than its tokens."""
 ATROPOS_FIELDS = tuple(name for name in ScoredData.model_fields if name not in OUR_FIELDS)
 
 
@@ -145,7 +132,7 @@ def from_scored_data(
     policy_version: int,
     environment: str,
     temperature: float = 1.0,
-    images: ImageReader | None = None,
+    reader: ImageReader | None = None,
 ) -> RolloutGroup:
     """A group from the wire. `tokens`, `masks`, `inference_logprobs` are [G][T]; `scores` [G].
 
@@ -155,8 +142,8 @@ def from_scored_data(
     overrides[i] > generation_params > group_overrides > `temperature`, and a value <= 0 counts as 1
     (both as in Atropos' own trainer). A group without `group_id` gets one from its content, so that
     a group that is sent twice is known the second time. A score of null or NaN is none: that
-    sequence counts nowhere. `images` stores the group's; None: the
-    policy sees none.
+    sequence counts nowhere. `reader` stores what the group shows; None: the
+    policy reads texts alone.
 
     Raises RolloutRejectedError with the reason in words.
     """
@@ -171,7 +158,6 @@ def from_scored_data(
     if _are_placeholders(wire):
         wire.inference_logprobs = None
         ignored.append("inference_logprobs")
-    names = _stored_images(wire, images)
     overrides = wire.overrides or []
     if not any(map(has_score, wire.scores)):
         raise RolloutRejectedError("no sequence of the group has a score")
@@ -182,7 +168,7 @@ def from_scored_data(
             overrides[number] if number < len(overrides) else {},
             policy_version,
             temperature,
-            names[number],
+            reader,
         )
         for number in range(size)
     )
@@ -191,7 +177,7 @@ def from_scored_data(
     }
     if wire.messages is not None:
         metadata["messages"] = [
-            [{**message, "content": _without_pictures(message["content"])} for message in row]
+            [{**message, "content": without_pictures(message["content"])} for message in row]
             for row in wire.messages
         ]
     if ignored:
@@ -273,7 +259,7 @@ def _rollout(
     override: Mapping[str, Any],
     policy_version: int,
     temperature: float,
-    images: tuple[str, ...],
+    reader: ImageReader | None,
 ) -> Rollout:
     tokens, labels = wire.tokens[number], wire.masks[number]
     mask = [0 if label == GIVEN else 1 for label in labels]
@@ -294,7 +280,6 @@ def _rollout(
         raise RolloutRejectedError(
             f"sequence {number}: {len(turn_rewards)} turn_rewards for {turns} turns"
         )
-    experts, prompt_experts = _experts(wire, number, mask)
     score = wire.scores[number]
     return Rollout(
         tokens=tuple(tokens),
@@ -305,22 +290,8 @@ def _rollout(
         scores={"reward": score} if has_score(score) else {"reward": 0.0, UNSCORED: 1.0},
         zero_advantage=bool(override.get("set_advantage_to_zero")) or not has_score(score),
         turn_rewards=turn_rewards,
-        routed_experts=experts,
-        prompt_experts=prompt_experts,
-        images=images,
+        **wire.carried(number, mask, reader),
     )
-
-
-def _experts(
-    wire: ScoredData, number: int, mask: list[int]
-) -> tuple[RoutedExperts | None, tuple[PromptExperts, ...]]:
-    text = None if wire.routed_experts is None else wire.routed_experts[number]
-    if text is None:
-        return None, ()
-    try:
-        return read_npy(text, mask)
-    except ValueError as error:
-        raise RolloutRejectedError(f"sequence {number}: routed_experts: {error}") from error
 
 
 def _sampled_logprobs(number: int, values: list[float], mask: list[int]) -> tuple[float, ...]:
@@ -356,62 +327,7 @@ def _refuse_what_is_not_supported(wire: ScoredData) -> None:
             raise RolloutRejectedError(
                 "the group asks for supervised training (sft), which this trainer does not mix in"
             )
-    parts = [part for row in wire.messages or () for message in row for part in _parts(message)]
-    kinds = {str(part.get("type", "text"))[:80] for part in parts if not is_image(part)} - {"text"}
-    if kinds:
-        raise RolloutRejectedError(
-            f"the group carries {', '.join(sorted(kinds))}; the policy reads text and images only"
-        )
-
-
-def _stored_images(wire: ScoredData, reader: ImageReader | None) -> Sequence[tuple[str, ...]]:
-    """Store the images of each sequence, and return their names. Raises RolloutRejectedError: the
-    policy sees none; one cannot be read; a sequence has another number of image tokens."""
-    rows = [[row] if isinstance(row, str) else row or [] for row in wire.images or ()]
-    rows = rows or [[] for _ in wire.tokens]
-    shown = [any(map(is_image, chain(*map(_parts, row)))) for row in wire.messages or ()]
-    for number, row in enumerate(rows):
-        if not row and number < len(shown) and shown[number]:
-            raise RolloutRejectedError(
-                f"sequence {number}: its messages have images, and the field images has none"
-            )
-    if reader is None:
-        if any(rows):
-            raise RolloutRejectedError("the group carries images; the policy reads text only")
-        return [()] * len(rows)
-    return [_images_of(wire, number, row, reader) for number, row in enumerate(rows)]
-
-
-def _images_of(
-    wire: ScoredData, number: int, row: Sequence[str], reader: ImageReader
-) -> tuple[str, ...]:
-    names = []
-    for image in row:
-        try:
-            url = image if image.startswith("data:") else f"data:;base64,{image}"
-            names.append(reader.keep(data_url_bytes(url)))
-        except (ValueError, RequestError, ConfigError) as error:
-            raise RolloutRejectedError(f"sequence {number}: an image: {error}") from error
-    labels = zip(wire.tokens[number], wire.masks[number], strict=True)
-    count = sum(token == reader.token_id and label == GIVEN for token, label in labels)
-    if count != (needed := sum(reader.stored(name).tokens for name in names)):
-        raise RolloutRejectedError(
-            f"sequence {number}: {count} image tokens, and its {len(names)} images have {needed}:"
-            " send the prompt's tokens as the server returned them"
-        )
-    return tuple(names)
-
-
-def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    content = message.get("content")
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-
-
-def _without_pictures(content: Any) -> Any:
-    """Return a message's content with its images' bytes left out."""
-    if not isinstance(content, list):
-        return content
-    return [{"type": "image"} if is_image(part) else part for part in content]
+    refuse_other_media(wire.messages or ())
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
@@ -426,10 +342,9 @@ def _require_rows(wire: ScoredData, size: int) -> None:
     columns: dict[str, Sequence[Any] | None] = {
         **by_token,
         "scores": wire.scores,
-        "images": wire.images,
         "episodes": wire.episodes,
         "turn_rewards": wire.turn_rewards,
-        "routed_experts": wire.routed_experts,
+        **wire.columns(),
     }
     for name, rows in columns.items():
         if rows is not None and len(rows) != size:
@@ -452,7 +367,7 @@ def _content_hash(wire: ScoredData) -> str:
     digest = hashlib.sha256(
         repr((wire.env_id, wire.scores, [len(row) for row in wire.tokens])).encode()
     )
-    digest.update(repr(wire.images).encode() if wire.images else b"")
+    digest.update(wire.content())
     logprobs = wire.inference_logprobs or [[]] * len(wire.tokens)
     try:
         for tokens, masks, values in zip(wire.tokens, wire.masks, logprobs, strict=True):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.companions import RefusedFields
 from mlx_parallm.server.protocol.fields import ListOf, ShortText, TokenId
 
 MOST_METADATA = 64 << 10  # characters and values of a client's metadata
@@ -183,7 +184,7 @@ class SamplingParamsBody(TinkerBody):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
-class SampleBody(TinkerBody):
+class SampleBody(RefusedFields, TinkerBody):
     sampling_session_id: Id | None = None
     seq_id: Number | None = None
     base_model: Address | None = None
@@ -198,17 +199,6 @@ class SampleBody(TinkerBody):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
-    return_routed_experts: bool | None = None
-
-    @model_validator(mode="after")
-    def _asks_for_no_experts(self) -> Self:
-        if self.return_routed_experts:
-            raise RequestError(
-                "return_routed_experts: a SampleResponse has no field for experts: sample by"
-                " POST /inference/v1/generate, which returns them",
-                param="return_routed_experts",
-            )
-        return self
 
 
 class RetrieveBody(TinkerBody):

@@ -316,7 +316,7 @@ def _make_sources(prepared: PreparedRun, opened: OpenDirectory) -> Sources:
         on_times=opened.spans.add,
         players=prepared.ranks.players,
         experts=lambda: live.experts,
-        images=prepared.serving.image_reader,
+        image_reader=prepared.serving.image_reader,
     )
     return Sources(kind(context) for kind in prepared.source_kinds)
 

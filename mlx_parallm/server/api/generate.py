@@ -29,6 +29,7 @@ from mlx_parallm.server.generation import (
     run,
     schema_error,
 )
+from mlx_parallm.server.protocol.companions import AskedFields, AskedFlatFields
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -44,7 +45,6 @@ from mlx_parallm.server.protocol.response_bodies import (
     last_version,
     version_spans,
 )
-from mlx_parallm.server.protocol.routes import as_int32, as_npy, require_recorded
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import (
@@ -77,14 +77,13 @@ class VllmPrompt(Body):
     prompt: str | None = None
 
 
-class VllmBody(QueueFields, StructureFields, SamplingFields):
+class VllmBody(AskedFields, QueueFields, StructureFields, SamplingFields):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     prompt: VllmPrompt | str | ListOf[TokenId]
     stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
     max_tokens: int = Field(VLLM_MAX_TOKENS, ge=1)
     logprobs: LogprobCount | None = None
-    return_routed_experts: bool = False
 
     def prompt_value(self) -> str | list[int]:
         if not isinstance(self.prompt, VllmPrompt):
@@ -158,7 +157,7 @@ class SglangSampling(SamplingFields):
 SamplingOfEach = Annotated[ListOf[SglangSampling], Field(max_length=MAX_CHOICES)]
 
 
-class SglangBody(QueueFields, Body):
+class SglangBody(AskedFlatFields, QueueFields, Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     model: str | None = None
@@ -170,8 +169,6 @@ class SglangBody(QueueFields, Body):
     logprob_start_len: int = -1
     top_logprobs_num: LogprobCount = 0
     return_text_in_logprobs: bool = False
-    return_routed_experts: bool = False
-    routed_experts_start_len: int = Field(0, ge=0)
     stream: bool = False
 
     def prompt_values(self) -> tuple[list[Any], bool]:
@@ -282,12 +279,9 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
         response["schema_errors"] = [completion.error for completion in completions]
     if body.logprobs is not None:
         response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
-    if body.return_routed_experts:
-        length = len(output.prompt_token_ids)
-        response["routed_experts"] = [
-            as_npy(require_recorded(completion), length, completion.prompt_experts)
-            for completion in completions
-        ]
+    length = len(output.prompt_token_ids)
+    columns = [body.given_back(completion, length) for completion in completions]
+    response |= {name: [column.get(name) for column in columns] for name in columns[0]}
     if output.prompt_logprobs is not None:
         response["prompt_logprobs"] = _vllm_prompt_logprobs(
             output.prompt_token_ids, output.prompt_logprobs
@@ -367,13 +361,7 @@ def _sglang_objects(
             "weight_versions": version_spans(completion.policy_versions),
         }
         meta |= schema_error(completion)
-        if body.return_routed_experts:
-            meta["routed_experts"] = as_int32(
-                require_recorded(completion),
-                len(output.prompt_token_ids),
-                body.routed_experts_start_len,
-                completion.prompt_experts,
-            )
+        meta |= body.given_back(completion, len(output.prompt_token_ids))
         if body.return_logprob:
             reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
             meta["output_token_logprobs"] = triples(

@@ -21,6 +21,7 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
+from mlx_parallm.server.protocol.companions import AskedFields
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -38,7 +39,6 @@ from mlx_parallm.server.protocol.response_bodies import (
     prompt_logprob_entries,
     version_spans,
 )
-from mlx_parallm.server.protocol.routes import FIELD, as_npy, require_recorded
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import (
@@ -64,7 +64,7 @@ class InferenceSampling(StructureFields, SamplingFields):
         return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class InferenceBody(QueueFields, Body):
+class InferenceBody(AskedFields, QueueFields, Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     model: str | None = None
@@ -75,7 +75,6 @@ class InferenceBody(QueueFields, Body):
     stream_options: StreamOptions | None = None
     features: Any = None
     content_parts: Any = None
-    return_routed_experts: bool = False
 
     @model_validator(mode="after")
     def _text_only(self) -> Self:
@@ -88,8 +87,8 @@ class InferenceBody(QueueFields, Body):
         if self.stream and self.sampling_params.prompt_logprobs is not None:
             param = "sampling_params.prompt_logprobs"
             raise RequestError(f"{param!r} is not available when stream = true", param=param)
-        if self.stream and self.return_routed_experts:
-            raise RequestError(f"{FIELD!r} is not available when stream = true", param=FIELD)
+        if self.stream:
+            self.check_streamed()
         return self
 
 
@@ -121,7 +120,7 @@ class _TokensResponse(ResponseBuilder):
     ) -> None:
         super().__init__(context, model, {"request_id": request_id, "model": model.id})
         self._logprobs = body.sampling_params.logprobs
-        self._wants_experts = body.return_routed_experts
+        self._body = body
         self._readers: dict[int, TokenReader] = {}  # by choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -131,23 +130,14 @@ class _TokensResponse(ResponseBuilder):
             scores = prompt_logprob_entries(
                 self._reader(), output.prompt_token_ids, output.prompt_logprobs
             )
+        always = self.context.deps.config.gives_back
         choices = [
             self._choice(completion)
             | {"weight_versions": version_spans(completion.policy_versions)}
-            | self._experts(completion, len(output.prompt_token_ids))
+            | self._body.given_back(completion, len(output.prompt_token_ids), always=always)
             for completion in output.completions
         ]
         return {"choices": choices, "prompt_logprobs": scores}
-
-    def _experts(self, completion: Completion, prompt_tokens: int) -> dict[str, Any]:
-        """vLLM's field; if the server records, it is always there."""
-        recorded = completion.routed_experts
-        if recorded is None and self._wants_experts and completion.token_ids:
-            require_recorded(completion)
-        wanted = self._wants_experts or self.context.deps.config.enable_return_routed_experts
-        if not wanted or recorded is None:
-            return {}
-        return {"routed_experts": as_npy(recorded, prompt_tokens, completion.prompt_experts)}
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         return [{"choices": [self._choice(delta)]}]

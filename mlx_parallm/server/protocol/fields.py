@@ -30,7 +30,7 @@ from pydantic import (
 from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import SamplingParams, Structure
+from mlx_parallm.types import Completion, SamplingParams, Structure
 
 # Limits of one request. MAX_CHOICES (prompts × n) and the ranges of sampling values are in
 # engine/validation.py.
@@ -128,6 +128,21 @@ class QueueFields(BaseModel):
     # prefixes are shared with requests of the same salt only
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-(2**31), lt=2**31)  # lower is admitted first
+
+
+class CompanionFields(BaseModel):
+    """Fields by which a client of a token route asks for what companions recorded (companions.py);
+    a companion adds its own, and what answers hold then."""
+
+    def check_streamed(self) -> None:
+        """Raises RequestError: a stream does not give back what is asked for."""
+
+    def given_back(
+        self, completion: Completion, prompt_tokens: int, *, always: bool = False
+    ) -> dict[str, Any]:
+        """Return fields of a choice; `always`: if it was recorded, also without being asked. Raises
+        RequestError: it was not recorded."""
+        return {}
 
 
 class StreamOptions(Body):

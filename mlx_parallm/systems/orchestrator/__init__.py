@@ -10,7 +10,7 @@ learning.py       recurrent PPO on the experts' steps of those episodes, and the
                   training
 routes.py         /v1/hybrid/chat/completions: answers with the tools and experts of a run
 hybrid_env.py     `HybridEnv`, `VectorizedHybridEnv`: a gym-like environment of texts
-task_pools.py     task pools, generators, and the routing tasks
+task_pools.py     task pools, generators, and the tasks that come along
 trainer.py        `GRPOTrainer`: GRPO of a planner on single answers, in Python
 tool_server.py    the tools `math_solve` and `physics_simulate`, and a server of them
 """

@@ -8,9 +8,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.engine.companions.routing import RecordedRouting
 from mlx_parallm.engine.decoding.prompt_lookup import LONGEST_REST, PATIENCE, Drafts
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.routing import RecordedRouting
 from mlx_parallm.engine.starting import no_drafts
 from mlx_parallm.types import Completion, Request
 from tests.engine.helpers import (

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.engine.routing import RecordedRouting
+from mlx_parallm.engine.companions.routing import RecordedRouting
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.models.blockwise import BlockwiseModel

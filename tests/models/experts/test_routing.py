@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_moe import ModelArgs, Qwen3MoeSparseMoeBlock
 
-from mlx_parallm.engine.routing import RecordedRouting
+from mlx_parallm.engine.companions.routing import RecordedRouting
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.experts.replay import replays_experts, watched_experts

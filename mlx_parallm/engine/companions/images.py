@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.engine.companion import (
+from mlx_parallm.engine.companions.companion import (
     Carried,
     EngineCompanion,
     ServedModel,

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from mlx_parallm.engine.companion import EngineCompanion, ServedModel
-from mlx_parallm.engine.images import features_of
-from mlx_parallm.engine.routing import recorded_routing
+from mlx_parallm.engine.companions.companion import EngineCompanion, ServedModel
+from mlx_parallm.engine.companions.images import features_of
+from mlx_parallm.engine.companions.routing import recorded_routing
 from mlx_parallm.models.adapters.served import LoraContext
 
 Maker = Callable[[LoraContext], EngineCompanion]

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from mlx_parallm.engine.recorded import RecordedPrompt
+from mlx_parallm.engine.companions.recorded import RecordedPrompt
 from mlx_parallm.types import Request
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel(NamedTuple):
-    """What companions are made for. `recorded`: names of what the trainer repeats."""
+    """A model as companions see it. `recorded`: names of what the trainer repeats."""
 
     loaded: "LoadedModel"
     server: "ServerConfig"
@@ -41,7 +41,7 @@ class ServedModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a prompt has beside its tokens, in the place of its placeholders."""
+    """Hold what a prompt has beside its tokens, in the place of its placeholders."""
 
     content: Any
     positions: Any = None  # [3, prompt] of numpy, if its tokens have their own positions
@@ -69,7 +69,7 @@ TextPiece = tuple[SequenceOf[int], Text]
 
 
 class Record:
-    """What is recorded of one sequence: `token_bytes` for each sampled token, in `data`."""
+    """Hold what is recorded of one sequence: `token_bytes` for each sampled token, in `data`."""
 
     token_bytes: int
 

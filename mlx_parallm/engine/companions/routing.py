@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.engine.companion import EngineCompanion, Record, ServedModel
+from mlx_parallm.engine.companions.companion import EngineCompanion, Record, ServedModel
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.replay import REPEATED, REPEATED_PROMPTS

@@ -14,11 +14,14 @@ import base64
 import io
 import tokenize
 from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
+from pydantic import BaseModel, Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.fields import CompanionFields
 from mlx_parallm.types import Completion, PromptExperts, RoutedExperts
 
 NOT_RECORDED = -1
@@ -36,15 +39,60 @@ _NO_NPY = (
 )
 
 
-def require_recorded(completion: Completion) -> RoutedExperts:
-    """Return the experts of the sampled tokens. Raises RequestError: the engine records none."""
-    if completion.routed_experts is None:
-        raise RequestError(
-            f"{FIELD!r}: this server records no experts: start it with"
-            " server.enable_return_routed_experts = true, for a mixture of experts",
-            param=FIELD,
-        )
-    return completion.routed_experts
+class ExpertFields(CompanionFields):
+    return_routed_experts: bool = False
+
+    def check_streamed(self) -> None:
+        super().check_streamed()
+        if self.return_routed_experts:
+            raise RequestError(f"{FIELD!r} is not available when stream = true", param=FIELD)
+
+    def given_back(
+        self, completion: Completion, prompt_tokens: int, *, always: bool = False
+    ) -> dict[str, Any]:
+        fields = super().given_back(completion, prompt_tokens, always=always)
+        if not (always or self.return_routed_experts):
+            return fields
+        if (recorded := completion.routed_experts) is not None:
+            prompt = completion.prompt_experts
+            return fields | {"routed_experts": self._written(recorded, prompt_tokens, prompt)}
+        if self.return_routed_experts and completion.token_ids:
+            raise RequestError(
+                f"{FIELD!r}: this server records no experts: start it with"
+                " server.enable_return_routed_experts = true, for a mixture of experts",
+                param=FIELD,
+            )
+        return fields
+
+    def _written(
+        self, recorded: RoutedExperts, prompt_tokens: int, prompt: Sequence[PromptExperts]
+    ) -> str:
+        return as_npy(recorded, prompt_tokens, prompt)
+
+
+class FlatExpertFields(ExpertFields):
+    routed_experts_start_len: int = Field(0, ge=0)
+
+    def _written(
+        self, recorded: RoutedExperts, prompt_tokens: int, prompt: Sequence[PromptExperts]
+    ) -> str:
+        return as_int32(recorded, prompt_tokens, self.routed_experts_start_len, prompt)
+
+
+class RefusedExperts(BaseModel):
+    """The field of a route whose answer has no place for experts."""
+
+    return_routed_experts: bool | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_no_experts(self) -> Self:
+        if self.return_routed_experts:
+            raise RequestError(
+                f"{FIELD}: a SampleResponse has no field for experts: sample by POST"
+                " /inference/v1/generate, which returns them",
+                param=FIELD,
+            )
+        return self
 
 
 def as_npy(

@@ -1,4 +1,4 @@
-"""What companions recorded of a text's tokens, other than the tokens that its sequence sampled: by
+"""Columns that companions recorded of a text's tokens, but for those that its sequence sampled: by
 the prefill of its prompt, or by those who put its beginning into the prefix cache.
 
     ModelRunner   adds the columns of a prefill's chunk
