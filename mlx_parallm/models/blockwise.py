@@ -27,7 +27,7 @@ would take a minute at 14 B parameters on a CPU.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
@@ -37,8 +37,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.blocks_per_eval import BlockLimits, graph_nodes
-from mlx_parallm.models.experts.forced import routing_of
-from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.heads.language_head import (
     TRAINED_HEAD,
     UNPACKED_HEAD,
@@ -67,6 +65,7 @@ from mlx_parallm.models.layer_stack import (
     refilled,
     resolved,
 )
+from mlx_parallm.models.layouts.forced_routing import counting, forcing
 from mlx_parallm.models.layouts.layout import (
     CompactRows,
     Layout,
@@ -99,7 +98,7 @@ class BlockwiseModel:
     scored token and a layer whose experts were repeated; `experts_differing`: those of them for
     which the router would have chosen others; `prompt_experts_…`: the same of prompts' tokens;
     since `forget_routing`. `expert_load`: [layers, experts] tokens that gradients were computed of,
-    where it is set to an array (of zeros); the model's routing is prepared then. `fallback`: why
+    where it is set to an array (of zeros); the model's experts are watched then. `fallback`: why
     the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`: why prompts are
     not shared, sequences not packed, and rows no tree; else "". Gradients are lists in the order of
     `slots.names`. Every array that leaves a method is evaluated. `loss_reached`: whether the newest
@@ -241,7 +240,7 @@ class BlockwiseModel:
 
     def _score(self, batch: TokenBatch) -> Scores:
         self._group_for(batch)
-        with routed(self._routing(batch)):
+        with self._forcing(batch):
             if self._stack is None:
                 with self._counting() as counts:
                     results = self._plain_scores(batch)
@@ -310,7 +309,7 @@ class BlockwiseModel:
         )
         gradients += [] if self._features is None else [None]
         self._group_for(batch)
-        with routed(self._routing(batch, counts=self.expert_load is not None)):
+        with self._forcing(batch, counts=self.expert_load is not None):
             if self._stack is None:
                 loss, extras = self._whole(batch, objective, gradients)
             elif len(chunks := self._chunks(batch)) == 1 or (
@@ -333,7 +332,7 @@ class BlockwiseModel:
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
     ) -> Any:
         def loss(parameters: list[mx.array]) -> tuple[mx.array, list[mx.array], Any]:
-            with self._places.bound(parameters, self._own), counted(current()) as counts:
+            with self._places.bound(parameters, self._own), counting() as counts:
                 value, extras = objective(*self._plain_scores(batch))
                 return value, counts, extras
 
@@ -366,7 +365,7 @@ class BlockwiseModel:
         def loss(
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
         ) -> tuple[mx.array, list[mx.array], Any]:
-            with self._places.bound(parameters, slots), counted(current()) as counts:
+            with self._places.bound(parameters, slots), counting() as counts:
                 carried = passed.carried | refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
@@ -568,14 +567,14 @@ class BlockwiseModel:
 
     # ------------------------------------------------------------------ parts
 
-    def _routing(self, batch: TokenBatch, *, counts: bool = False) -> ForwardRouting | None:
+    def _forcing(self, batch: TokenBatch, *, counts: bool = False) -> AbstractContextManager[None]:
         compact = None if self._stack is None else self._compact(batch)
-        return routing_of(batch, compact, counts=counts)
+        return forcing(batch, compact, counts=counts)
 
     @contextmanager
     def _counting(self) -> Iterator[list[mx.array]]:
         """Note the block's counts, which evaluates them."""
-        with counted(current()) as counts:
+        with counting() as counts:
             yield counts
         self._note(counts)
 

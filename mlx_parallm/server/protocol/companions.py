@@ -1,16 +1,16 @@
-"""What token routes give back of companions that the client asks for: a class of fields for each
-companion, which are one class for each form of an answer."""
+"""Fields by which clients of token routes ask for what companions recorded: each form of an answer
+has a class, which inherits those of all companions."""
 
 from mlx_parallm.server.protocol.routing import ExpertFields, FlatExpertFields, RefusedExperts
 
 
 class AskedFields(ExpertFields):
-    """Of answers in vLLM's form."""
+    """Answers in vLLM's form."""
 
 
 class AskedFlatFields(FlatExpertFields):
-    """Of answers in SGLang's form."""
+    """Answers in SGLang's form."""
 
 
 class RefusedFields(RefusedExperts):
-    """Of a route whose answers have no place for them."""
+    """Routes whose answers have no place for what was recorded."""

@@ -45,7 +45,7 @@ from mlx_parallm.systems.orchestrator.orchestrator import (
 )
 from mlx_parallm.systems.orchestrator.reward import TASK_REWARDS, HybridTask, RewardConfig
 from mlx_parallm.systems.orchestrator.routes import ServedPlanner, hybrid_router
-from mlx_parallm.systems.orchestrator.task_pools import task_source
+from mlx_parallm.systems.orchestrator.task_pools import DEFAULT_TASKS, task_source
 from mlx_parallm.types import Trajectory
 
 log = get_logger("hybrid")
@@ -76,7 +76,7 @@ class HybridEnvironment(BaseEnvironment):
     def __init__(
         self,
         inference: Inference | None = None,
-        tasks: TaskData | Callable[..., Mapping[str, Any]] = "builtin:routing",
+        tasks: TaskData | Callable[..., Mapping[str, Any]] = DEFAULT_TASKS,
         *,
         experts: Mapping[str, Any] | ExpertRegistry | None = None,
         controls: Mapping[str, str | ExpertControl] | None = None,

@@ -19,6 +19,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function
 
 BUILTIN = "builtin:"
+DEFAULT_TASKS = f"{BUILTIN}routing"
 WORDS = (
     "amber",
     "cedar",

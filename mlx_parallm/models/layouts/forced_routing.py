@@ -1,11 +1,25 @@
 """Which experts a batch of the trainer's forces: those of its scored tokens, and of its prompts'
 tokens if they were recorded, in whatever layout the tokens are computed."""
 
+from contextlib import AbstractContextManager
+
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting
+from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, counted, current, routed
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch
+
+
+def forcing(
+    batch: TokenBatch, compact: CompactRows | None, *, counts: bool = False
+) -> AbstractContextManager[None]:
+    """Let this thread's forwards take the experts of `routing_of`."""
+    return routed(routing_of(batch, compact, counts=counts))
+
+
+def counting() -> AbstractContextManager[list[mx.array]]:
+    """Count the experts that tokens go to in this thread's forwards: `ForwardRouting.counts`."""
+    return counted(current())
 
 
 def routing_of(
