@@ -544,7 +544,7 @@ class Serving:
     def tokenizer(self) -> Tokenizer:
         """A tokenizer for one thread."""
         tokenizer = load_tokenizer(self.model_path, self.config.model)
-        tokenizer.images = self.image_reader
+        tokenizer.image_reader = self.image_reader
         return tokenizer
 
     def open(
@@ -598,7 +598,7 @@ class Serving:
             rope_length=self.config.model.rope_length,
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
-        reader = None if loaded.images is None else loaded.images.reader
+        reader = None if loaded.image_parts is None else loaded.image_parts.reader
         defaults = self._sampling_defaults()
         tokenizer = self.tokenizer()
         self._name_unread_arguments(tokenizer)

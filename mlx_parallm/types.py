@@ -699,7 +699,7 @@ class ChatTokenizer(Protocol):
     tool_markers: tuple[str, str] | None
     parse_tool_call: Callable[[str, Any], Any] | None
     think_markers: tuple[str, str] | None  # (start, end) of reasoning; None: it has none
-    images: Any  # the `ImageReader` of stored images; None: messages hold texts alone
+    image_reader: Any  # of stored ones; None: messages hold texts alone
 
     @property
     def has_chat_template(self) -> bool: ...

@@ -142,7 +142,7 @@ def served_and_trained(name: str, work: Path) -> tuple[float, float]:
 
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")  # where rows' images lie
     parts = Ours(work, name)
-    config, encoder, images = parts.config, parts.loaded.images.encoder, parts.images
+    config, encoder, images = parts.config, parts.loaded.image_parts.encoder, parts.images
     ids = tuple(parts.rows[-1])
     options = {"bidirectional": encoder.bidirectional}
     ids = (*ids, 1) if ids[-1] == encoder.token_id else ids

@@ -18,7 +18,7 @@ The output is written under a temporary name and renamed at the end.
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,6 @@ from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.adapters.peft import expert_names
 from mlx_parallm.models.adapters.rope_length import rope_length_of
 from mlx_parallm.models.image_support import image_support, with_images
-from mlx_parallm.models.images.encoder import ImageEncoder, text_alone
 from mlx_parallm.models.loading import LoadedModel, resolve_model_path
 from mlx_parallm.models.lora import fit_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
@@ -92,7 +91,8 @@ def merge(
     base = resolve_model_path(base_model)
     adapter = load_adapter(lora_path)
     rope_length = rope_length_of(adapter.config, adapter.path)
-    model, config, images = _load(base)
+    loaded = _load(base)
+    model, config = loaded.model, loaded.config
     layers = fit_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
     merged = merged_weights(model, layers)
     dequantized = _is_quantized(model, config)
@@ -103,7 +103,7 @@ def merge(
         entry: dict[str, Any] = {}
         if bits is not None:
             model.update(tree_unflatten([(f"{p}.weight", w) for p, w in merged.items()]))
-            with text_alone(model, images):
+            with replace(loaded, model=model).text_alone():
                 entry = quantize_layers(model, bits)
             save_model(directory, model)
         elif layout == "mlx" or dequantized:
@@ -143,17 +143,16 @@ def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str
     return merged
 
 
-def _load(base: Path) -> tuple[nn.Module, dict[str, Any], ImageEncoder | None]:
-    """Return the tree, with the part that sees if it can be loaded here, and its config.json."""
+def _load(base: Path) -> LoadedModel:
+    """Return a model, with the part that sees if it can be loaded here."""
     try:
         model, config = load_hf_model(base, lazy=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{base} cannot be loaded: {error}") from error
+    loaded = LoadedModel(model, config, base, 0)
     if "vision_config" not in config:
-        return model, config, None
-    support = image_support(Config().image_hooks(), base)
-    loaded = with_images(LoadedModel(model, config, base, 0), support)
-    return model, config, None if loaded.images is None else loaded.images.encoder
+        return loaded
+    return with_images(loaded, image_support(Config().image_hooks(), base))
 
 
 def _is_quantized(model: nn.Module, config: Mapping[str, Any]) -> bool:

@@ -526,7 +526,7 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
         return value
     if isinstance(value, list | tuple) and value:
         try:
-            return read_messages(value, column, images=True)
+            return read_messages(value, column, shown=True)
         except RequestError as error:
             reason = str(error).removeprefix(f"{column}: ")
             raise ConfigError(f"environments: {where}: {reason}") from error

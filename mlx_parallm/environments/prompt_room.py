@@ -124,7 +124,7 @@ def _ids(
 ) -> list[int] | None:
     """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat
     template refuses it. Raises ConfigError: it has images, and the model reads none."""
-    if image_refs(prompt) and policy.tokenizer.images is None:
+    if image_refs(prompt) and policy.tokenizer.image_reader is None:
         raise ConfigError(
             f"environments: {source.name}: its prompts have images, and this model reads none"
         )

@@ -125,7 +125,7 @@ def with_stored_images(prompt: Any, what: str) -> Any:
     if isinstance(prompt, str) or not any(map(_waits_to_be_stored, prompt)):
         return prompt
     try:
-        messages = read_messages(prompt, what, images=True)
+        messages = read_messages(prompt, what, shown=True)
         return tuple(with_row_images(messages, {}, what, "hf:"))
     except (ConfigError, RequestError) as error:
         raise RolloutRejectedError(str(error)) from error

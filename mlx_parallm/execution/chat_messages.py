@@ -62,15 +62,15 @@ ROLE_COMPARED = (
 
 
 def read_messages(
-    messages: Iterable[Any], where: str = "messages", *, images: bool = False
+    messages: Iterable[Any], where: str = "messages", *, shown: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages in the one form. `where` begins the place that an error names; `images`:
+    """Return messages in the one form. `where` begins the place that an error names; `shown`:
     users and results of tools may hold them.
 
     Raises RequestError: a value that is not a message, content that is not text, a call without a
     name or with arguments that are neither an object nor text.
     """
-    read = [_message(message, where, position, images) for position, message in enumerate(messages)]
+    read = [_message(message, where, position, shown) for position, message in enumerate(messages)]
     names: dict[str, str] = {}
     for message in read:
         names |= {
@@ -264,7 +264,7 @@ def in_known_roles(
     ]
 
 
-def _message(message: Any, where: str, position: int, images: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, position: int, shown: bool) -> dict[str, Any]:
     place = f"{where}.{position}"
     is_object = isinstance(message, Mapping)
     fields = (
@@ -284,7 +284,7 @@ def _message(message: Any, where: str, position: int, images: bool) -> dict[str,
         reason = f"{place}.audio: only text can be read"
         raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
     content: str | list[dict[str, Any]]
-    if images and role in SHOWERS:
+    if shown and role in SHOWERS:
         content = parts_of(fields.pop("content", ""), f"{place}.content")
     else:
         content = _content(fields, role, place)

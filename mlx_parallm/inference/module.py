@@ -193,7 +193,7 @@ class InferenceModule:
             support = image_support(config.image_hooks(), loaded.path)
             loaded = self.loaded = with_images(loaded, support)
             self._new_tokenizer = lambda: _with_reader(
-                load_tokenizer(loaded.path, config.model), loaded.images
+                load_tokenizer(loaded.path, config.model), loaded.image_parts
             )
         else:
             wrapper = (
@@ -461,8 +461,8 @@ def _endpoint(
     )
 
 
-def _with_reader(tokenizer: Tokenizer, images: ImageParts | None) -> Tokenizer:
-    tokenizer.images = None if images is None else images.reader
+def _with_reader(tokenizer: Tokenizer, parts: ImageParts | None) -> Tokenizer:
+    tokenizer.image_reader = None if parts is None else parts.reader
     return tokenizer
 
 

@@ -65,4 +65,4 @@ def with_images(
                 return other
 
         parts = replace(parts, for_other=for_other)
-    return replace(loaded, images=parts)
+    return replace(loaded, image_parts=parts)

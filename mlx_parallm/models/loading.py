@@ -82,7 +82,7 @@ class LoadedModel:
     path: Path
     max_model_len: int
     name: str = ""  # as the configuration or mlx-lm names it: a hub id or a directory
-    images: ImageParts | None = None  # None: it reads text alone
+    image_parts: ImageParts | None = None  # None: it reads text alone
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +90,9 @@ class LoadedModel:
 
     def text_alone(self) -> AbstractContextManager[None]:
         """Let the tree have its language part alone, for the length of a block."""
-        return text_alone(self.model, None if self.images is None else self.images.encoder)
+        return text_alone(
+            self.model, None if self.image_parts is None else self.image_parts.encoder
+        )
 
 
 def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> dict[str, Any]:

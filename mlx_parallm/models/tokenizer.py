@@ -66,7 +66,7 @@ class Tokenizer:
     def __init__(
         self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
     ) -> None:
-        self.images: ImageReader | None = None  # None: messages hold texts alone
+        self.image_reader: ImageReader | None = None  # None: messages hold texts alone
         self._shown_parts = ShownParts()
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
@@ -258,7 +258,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        images: bool = False,
+        shown: bool = False,
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages`
         takes them, with their images or without.
@@ -282,8 +282,8 @@ class Tokenizer:
                 f"'chat_template_kwargs' cannot set {taken!r}: the template takes no such argument"
             )
             raise RequestError(reason, param="chat_template_kwargs")
-        read = read_messages(messages, images=images or self.images is not None)
-        refs = () if images else image_refs(read)
+        read = read_messages(messages, shown=shown or self.image_reader is not None)
+        refs = () if shown else image_refs(read)
         chat = in_known_roles(without_sources(read), self._template_text(tools))
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -387,9 +387,9 @@ class Tokenizer:
     def images_of(self, messages: str | Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]:
         """Return the stored images of a prompt, in order. Raises RequestError: one that is not
         there, or cannot be read."""
-        if self.images is None:
+        if self.image_reader is None:
             return ()
-        return tuple(map(self.images.stored, image_refs(messages)))
+        return tuple(map(self.image_reader.stored, image_refs(messages)))
 
     def _render(
         self,
@@ -406,9 +406,9 @@ class Tokenizer:
                 text = render_template(source, messages, tools=tools, **variables)
             else:
                 text = self._render_in_python(messages, tools=tools, **options)
-            if refs and self.images is not None:
-                images = [*map(self.images.stored, refs)]
-                text = with_images(text, self.images.placeholder, images)
+            if refs and self.image_reader is not None:
+                seen = [*map(self.image_reader.stored, refs)]
+                text = with_images(text, self.image_reader.placeholder, seen)
             text.encode()
         except RecursionError as error:
             reason = "'messages' hold a call's arguments that are nested too deeply"

@@ -59,7 +59,7 @@ def build_policy(
         needs_values=keeps_values or algorithm.has_values,
         kv_bits=kv_bits,
         watches_experts=watches_experts,
-        images=loaded.images,
+        image_parts=loaded.image_parts,
     )
 
 
@@ -134,7 +134,7 @@ def build_companions(
         loaded.vocab_size,
         lambda: load_tokenizer(loaded.path, model),
         between_blocks,
-        (lambda other: other) if loaded.images is None else loaded.images.for_other,
+        (lambda other: other) if loaded.image_parts is None else loaded.image_parts.for_other,
     )
     for leaf in leaves():
         made = None if leaf.companion is None else imported(leaf.companion)(context)

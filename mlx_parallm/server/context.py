@@ -45,7 +45,7 @@ class LoadedParts:
     engine: "EngineClient"
     tokenizer: "Tokenizer"
     adapters: "AdapterLoader | None"
-    images: ImageReader | None = None  # None: the model reads text alone
+    image_reader: ImageReader | None = None  # None: the model reads text alone
     # fields of a request → the model's default (generation_config.json)
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
 
@@ -71,12 +71,14 @@ class ServerState:
         engine: "EngineClient",
         tokenizer: "Tokenizer",
         adapters: "AdapterLoader | None" = None,
-        images: ImageReader | None = None,
+        image_reader: ImageReader | None = None,
         sampling_defaults: Mapping[str, float | int] | None = None,
     ) -> None:
         """Let every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
-        self._parts = LoadedParts(engine, tokenizer, adapters, images, sampling_defaults or {})
+        self._parts = LoadedParts(
+            engine, tokenizer, adapters, image_reader, sampling_defaults or {}
+        )
 
     def failed(self, reason: str) -> None:
         """The model could not be loaded: /health says why."""
@@ -256,8 +258,8 @@ class ServerContext:
         return self.deps.state.parts.tokenizer
 
     @property
-    def images(self) -> ImageReader | None:
-        return self.deps.state.parts.images
+    def image_reader(self) -> ImageReader | None:
+        return self.deps.state.parts.image_reader
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]:

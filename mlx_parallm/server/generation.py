@@ -141,8 +141,8 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
             f" 'messages' holds {count} messages."
         )
         raise RequestError(reason, param="messages", code="context_length_exceeded")
-    reader = context.images
-    messages = conversation.template_messages(images=reader is not None)
+    reader = context.image_reader
+    messages = conversation.template_messages(shown=reader is not None)
     sources = image_sources(messages)
     contents = [text_of(message["content"]) for message in messages]
     for position, content in enumerate(contents):
@@ -150,7 +150,7 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
     text = context.tokenizer.render_chat_text(
-        without_sources(messages), images=bool(sources), **options
+        without_sources(messages), shown=bool(sources), **options
     )
     images: tuple[PromptImage, ...] = ()
     if sources and reader is not None:
@@ -167,9 +167,9 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
 
 async def images_of(context: ServerContext, conversation: Conversation) -> tuple[PromptImage, ...]:
     """Return the images of a chat whose prompt the client has rendered. Raises RequestError."""
-    if (reader := context.images) is None:
+    if (reader := context.image_reader) is None:
         return ()
-    sources = image_sources(conversation.template_messages(images=True))
+    sources = image_sources(conversation.template_messages(shown=True))
     return tuple(await reader.read(sources)) if sources else ()
 
 

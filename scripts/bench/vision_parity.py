@@ -242,7 +242,11 @@ class Ours:
         from mlx_parallm.engine.decoding.forward import GivenText
         from mlx_parallm.models.images.embedding import admit_images
 
-        ids, model, encoder = tuple(self.rows[-1]), self.loaded.model, self.loaded.images.encoder
+        ids, model, encoder = (
+            tuple(self.rows[-1]),
+            self.loaded.model,
+            self.loaded.image_parts.encoder,
+        )
         table = admit_images(
             model, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
         )

@@ -123,7 +123,7 @@ def built(encoder: SeeingEncoder, **settings: Any) -> tuple[LoadedModel, Trainer
     model = qwen3_model()
     over = put_into_tree(model, encoder)
     config = QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False}
-    loaded = LoadedModel(model, config, Path(), 512, images=ImageParts(over, Reader()))  # type: ignore[arg-type]
+    loaded = LoadedModel(model, config, Path(), 512, image_parts=ImageParts(over, Reader()))  # type: ignore[arg-type]
     values = {"algorithm": "sft", "lora": LORA, "learning_rate": 0.05}
     training = RLTrainingConfig.model_validate(values | {"warmup_steps": 0} | settings)
     return loaded, build_trainer(loaded, training, make_algorithm(training))

@@ -451,7 +451,9 @@ class Trip:
         state.ready(engine, tokenizer, None)
         deps = ServerDeps(state, ServerConfig())
         self.app = create_app(deps)
-        self.context = SimpleNamespace(engine=engine, tokenizer=tokenizer, deps=deps, images=None)
+        self.context = SimpleNamespace(
+            engine=engine, tokenizer=tokenizer, deps=deps, image_reader=None
+        )
         client: Any = SimpleNamespace(max_model_len=ROOM)
         self.policy = EpisodePolicy(client, tokenizer, 1.0, ROOM, template_kwargs={})
         self._hf = AutoTokenizer.from_pretrained(path)

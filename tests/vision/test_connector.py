@@ -65,10 +65,10 @@ def test_the_connector_runs_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = seeing(FAMILIES[family](tmp_path / "model"))
-    encoder, model = loaded.images.encoder, loaded.model
+    encoder, model = loaded.image_parts.encoder, loaded.model
     assert encoder.frozen_tower
     passes, outputs = count_passes(encoder, monkeypatch), TowerOutputs(encoder)
-    images = [loaded.images.reader.image_of(noise(90, 50, seed)) for seed in (1, 2)]
+    images = [loaded.image_parts.reader.image_of(noise(90, 50, seed)) for seed in (1, 2)]
     modules = dict(model.named_modules())
     learned = [modules[path] for path in encoder.trained]
     views = len(images[0].arrays.get("shapes", (0,)))

@@ -89,7 +89,7 @@ def test_a_group_of_atropos_carries_its_images(checkpoint: Path) -> None:
             "messages": [question(picture)] * 2,
         }
         assert inference.tokenizer is not None
-        reader = inference.tokenizer.images
+        reader = inference.tokenizer.image_reader
         read = partial(from_scored_data, policy_version=0, environment="e", reader=reader)
         group = read(data)
         assert [len(each.images) for each in group.rollouts] == [1, 1]

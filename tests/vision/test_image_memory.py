@@ -53,13 +53,13 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
     training = config.rl_training
     loaded = with_images(load_model(config.model), image_support(config.image_hooks(), path))
     policy = build_policy(loaded, training, make_algorithm(training))
-    assert loaded.images is not None
-    own_reader: Any = loaded.images.reader
+    assert loaded.image_parts is not None
+    own_reader: Any = loaded.image_parts.reader
     image = own_reader.image_of(noise(600, 600, 1))
     reader: Any = SimpleNamespace(stored=lambda name: image)
     turns: list[int] = []
     images = step_images(
-        replace(loaded.images, reader=reader),
+        replace(loaded.image_parts, reader=reader),
         policy.model,
         policy.slots,
         between_blocks=lambda: turns.append(1),
@@ -97,13 +97,13 @@ def test_every_tower_takes_adapters(family: str, tmp_path: Path) -> None:
     config = configured(path, "tower", lora={"rank": 2})
     training = config.rl_training
     loaded = with_images(load_model(config.model), image_support(config.image_hooks(), path))
-    assert loaded.images is not None
-    reader: Any = loaded.images.reader
+    assert loaded.image_parts is not None
+    reader: Any = loaded.image_parts.reader
     image = reader.image_of(noise(60, 60, 1))
-    before = loaded.images.encoder.encode(image)
+    before = loaded.image_parts.encoder.encode(image)
     policy = build_policy(loaded, training, make_algorithm(training))
     assert any("vision" in name for name in policy.slots.names)
-    after = loaded.images.encoder.over(policy.model).encode(image)
+    after = loaded.image_parts.encoder.over(policy.model).encode(image)
     assert mx.abs(after - before).max().item() <= 1e-4, "they begin with B = 0"
 
 

@@ -283,7 +283,7 @@ class ImageFeatures(EngineCompanion):
 
 def features_of(served: ServedModel) -> Callable[[LoraContext], ImageFeatures] | None:
     """Return what makes the companion of a model that reads images; None: it reads none."""
-    if (parts := served.loaded.images) is None:
+    if (parts := served.loaded.image_parts) is None:
         return None
     model, encoder = served.loaded.model, parts.encoder.over(served.loaded.model)
 

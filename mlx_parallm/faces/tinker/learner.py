@@ -24,7 +24,6 @@ from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, split_prompts
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.blockwise import Scores
-from mlx_parallm.models.images.encoder import text_alone
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
@@ -167,8 +166,7 @@ class TinkerLearner:
             attention = any(name in part for part in path.split(".")[:-1] for name in ATTENTION)
             return choice.train_attn if attention else choice.train_mlp
 
-        encoder = None if self.base.images is None else self.base.images.encoder
-        with text_alone(self.base.model, encoder):  # the SDK's images are refused
+        with self.base.text_alone():  # the SDK shows it nothing else
             layers = linear_layers(self.base.model)
         targets = tuple(
             sorted(

@@ -405,7 +405,7 @@ def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...
     if not isinstance(value, list | tuple) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
     try:
-        read = read_messages(value, name, images=True)
+        read = read_messages(value, name, shown=True)
         return tuple(_weighed(each, f"{name}.{number}") for number, each in enumerate(read))
     except RequestError as error:
         raise _bad(where, str(error)) from error

@@ -41,7 +41,7 @@ class OwnWeights:
 
     @property
     def reads_images(self) -> bool:
-        return self._trainer.policy.images is not None
+        return self._trainer.policy.image_parts is not None
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
@@ -153,7 +153,7 @@ class OtherModel:
         )
         self._budget = MicroBatchBudget(*step.eval_limits, blocks)
         self._images = step_images(
-            loaded.images, loaded.model, self._model.slots, context.between_blocks
+            loaded.image_parts, loaded.model, self._model.slots, context.between_blocks
         )
 
     @property

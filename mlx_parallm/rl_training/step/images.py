@@ -285,7 +285,7 @@ def step_images(
 
 def images_of(policy: TrainedPolicy, between_blocks: Callable[[], None]) -> StepCompanion:
     """Return the companion that gives a policy its images, or refuses them."""
-    images = step_images(policy.images, policy.model, policy.slots, between_blocks)
+    images = step_images(policy.image_parts, policy.model, policy.slots, between_blocks)
     return NoImages() if images is None else images
 
 

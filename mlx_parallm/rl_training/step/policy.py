@@ -76,7 +76,7 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/heads/value_head.py), trained
             beside the rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
-        images: reads images for the loaded model, whose tree this is; None: it reads texts alone.
+        image_parts: those of the loaded model, whose tree this is; None: it reads texts alone.
 
     `experts`: those that the trainer watches and repeats.
 
@@ -98,10 +98,10 @@ class TrainedPolicy:
         needs_values: bool = False,
         kv_bits: int | None = None,
         watches_experts: bool = True,
-        images: ImageParts | None = None,
+        image_parts: ImageParts | None = None,
     ) -> None:
-        self.images = images
-        encoder = None if images is None else images.encoder
+        self.image_parts = image_parts
+        encoder = None if image_parts is None else image_parts.encoder
         self.model, self._source, self.model_config, self._base = (
             model,
             source,
@@ -143,11 +143,11 @@ class TrainedPolicy:
         if self._ema or (needs_reference and not (self.lora and training.reference == "base")):
             self.reference_arrays = self.slots.read()
 
-    def _choose_trained(self, lora: LoraConfig, images: ImageEncoder | None, seed: int) -> None:
+    def _choose_trained(self, lora: LoraConfig, encoder: ImageEncoder | None, seed: int) -> None:
         """Put adapters into the tree, or let all its weights be trained. The part that sees is left
-        as it is, but for `images.trained`."""
+        as it is, but for `encoder.trained`."""
         model = self.model
-        with text_alone(model, images):
+        with text_alone(model, encoder):
             use_fast_swiglu(model)
             route_attention(model)
             if self.lora:
@@ -158,30 +158,30 @@ class TrainedPolicy:
                     use_fake_quantization(model, rounded, stored_dtype(self.model_config))
             else:
                 _unfreeze(model)
-        if images is not None and images.trained:
-            self._train_images(images, lora)
+        if encoder is not None and encoder.trained:
+            self._train_images(encoder, lora)
         if self.lora and not trainer_lora_layers(model):
             raise AdapterError(
                 "rl_training.lora.target_modules = [] trains nothing: name layers, or set"
                 ' vision.train = "connector" or "tower"'
             )
 
-    def _train_images(self, images: ImageEncoder, lora: LoraConfig) -> None:
-        """Let the modules of `images.trained` be trained: by adapters on their linear layers, or as
-        they are. Raises ConfigError: they are quantised; AdapterError: they have no such layer."""
+    def _train_images(self, encoder: ImageEncoder, lora: LoraConfig) -> None:
+        """Let `encoder.trained` modules be trained: by adapters on their linear layers, or as they
+        are. Raises ConfigError: they are quantised; AdapterError: they have no such layer."""
         modules = dict(self.model.named_modules())
         if not self.lora:
-            for path in images.trained:
+            for path in encoder.trained:
                 _unfreeze(modules[path])
             return
-        paths = [path for path in linear_layers(self.model) if of_part(path, images.trained)]
+        paths = [path for path in linear_layers(self.model) if of_part(path, encoder.trained)]
         if not paths:
             raise AdapterError(
-                f"the part that sees cannot be trained: {', '.join(images.trained)} has no linear"
+                f"the part that sees cannot be trained: {', '.join(encoder.trained)} has no linear"
                 " layer that takes an adapter: it learns with"
                 " rl_training.lora.enabled = false alone"
             )
-        for part in images.trained:
+        for part in encoder.trained:
             if not any(of_part(path, [part]) for path in paths):
                 log.warning("stays as it is: no linear layer of it takes an adapter", module=part)
         adapt_layers(self.model, sorted(paths), lora, self.dropout)
@@ -279,7 +279,7 @@ class TrainedPolicy:
             current = {
                 path: module[key] for path, (module, key) in parameter_slots(self.model).items()
             }
-        parts = () if self.images is None else self.images.encoder.modules
+        parts = () if self.image_parts is None else self.image_parts.encoder.modules
         for path, array in [*current.items()]:
             if path not in parameters and of_part(path, parts):
                 del current[path]  # a model of texts: it sees with the policy's own eyes
@@ -408,7 +408,7 @@ class TrainedPolicy:
             with without_value_head(self.model):
                 save_model(directory, self.model)
             save_config(dict(self.model_config), directory / "config.json")
-            if self.images is not None:  # mlx-lm leaves out what describes the tower
+            if self.image_parts is not None:  # mlx-lm leaves out what describes the tower
                 file = directory / "config.json"
                 whole = json.loads(file.read_text()) | {
                     "vision_config": self.model_config["vision_config"]

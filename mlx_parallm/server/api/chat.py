@@ -223,7 +223,7 @@ def _thinking(
     if markers is None:
         return None
     if body.continues_final_message:
-        messages = body.template_messages(images=context.images is not None)
+        messages = body.template_messages(shown=context.image_reader is not None)
         tail = str(messages[-1]["content"])
         return (
             Thinking(markers, opened=True)

@@ -99,12 +99,12 @@ class CountTokensBody(Body):
                 )
         return self
 
-    def to_chat(self, *, images: bool = False) -> ChatBody:
-        """Return the chat. `images`: the model reads them. Raises RequestError, which names this
+    def to_chat(self, *, shown: bool = False) -> ChatBody:
+        """Return the chat. `shown`: the model reads them. Raises RequestError, which names this
         body's field."""
-        return chat_body(self.chat_fields(images), IN_CHAT)
+        return chat_body(self.chat_fields(shown), IN_CHAT)
 
-    def chat_fields(self, images: bool) -> dict[str, Any]:
+    def chat_fields(self, shown: bool) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append(
@@ -119,7 +119,7 @@ class CountTokensBody(Body):
                 and self.messages[position - 1].role != "assistant"
             ):
                 _check_answered(unanswered, where)
-            chat = _chat_turn(turn, where, unanswered, images)
+            chat = _chat_turn(turn, where, unanswered, shown)
             if turn.role == "assistant":
                 unanswered |= {call["id"] for call in chat[0].get("tool_calls", ())}
             messages += chat
@@ -163,10 +163,10 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         refuse_choices(self)
         return self
 
-    def chat_fields(self, images: bool) -> dict[str, Any]:
+    def chat_fields(self, shown: bool) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         counted = {"include_usage": True, "continuous_usage_stats": True}
-        return super().chat_fields(images) | {
+        return super().chat_fields(shown) | {
             "max_completion_tokens": self.max_tokens,
             "stop": [*self.stop_sequences, *stop],
             "stream": self.stream,
@@ -176,7 +176,7 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
 
 
 def _chat_turn(
-    turn: ConversationTurn, where: str, unanswered: set[str], images: bool
+    turn: ConversationTurn, where: str, unanswered: set[str], shown: bool
 ) -> list[dict[str, Any]]:
     """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own.
 
@@ -193,11 +193,11 @@ def _chat_turn(
     for index, block in enumerate(turn.content):
         place = f"{where}.{index}"
         if turn.role == "user" and block.get("type") == "tool_result":
-            messages.append(_chat_result(block, place, unanswered, images))
+            messages.append(_chat_result(block, place, unanswered, shown))
             continue
         if not messages or messages[-1]["role"] != turn.role:
             messages.append({"role": turn.role, "content": []})
-        messages[-1]["content"].append(_part(block, place, images and turn.role == "user"))
+        messages[-1]["content"].append(_part(block, place, shown and turn.role == "user"))
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list) and not any(map(is_image, parts)):
@@ -205,10 +205,10 @@ def _chat_turn(
     return messages
 
 
-def _part(block: Any, place: str, images: bool) -> dict[str, Any]:
+def _part(block: Any, place: str, shown: bool) -> dict[str, Any]:
     """Return a block as a part of a chat. Raises RequestError: it is none, or an image if none
     is read."""
-    if images and isinstance(block, dict) and block.get("type") == "image":
+    if shown and isinstance(block, dict) and block.get("type") == "image":
         return _image(block, place)
     return {"type": "text", "text": _text(block, place)}
 
@@ -237,7 +237,7 @@ def _check_answered(unanswered: set[str], where: str) -> None:
         )
 
 
-def _chat_result(block: Block, place: str, unanswered: set[str], images: bool) -> dict[str, Any]:
+def _chat_result(block: Block, place: str, unanswered: set[str], shown: bool) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
         reason = (
@@ -247,9 +247,9 @@ def _chat_result(block: Block, place: str, unanswered: set[str], images: bool) -
         raise RequestError(reason, param=f"{place}.tool_use_id")
     unanswered.remove(call_id)
     content = block.get("content") or ""
-    if images and isinstance(content, list) and any(map(is_image, content)):
+    if shown and isinstance(content, list) and any(map(is_image, content)):
         content = [
-            _part(each, f"{place}.content.{index}", images) for index, each in enumerate(content)
+            _part(each, f"{place}.content.{index}", shown) for index, each in enumerate(content)
         ]
     else:
         content = joined_text(content, f"{place}.content", _text)

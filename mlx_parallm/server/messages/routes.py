@@ -40,4 +40,4 @@ async def count_tokens(body: CountTokensBody, context: Context) -> Response:
 
 
 def _chat_of(body: CountTokensBody, context: ServerContext) -> ChatBody:
-    return body.to_chat(images=context.images is not None)
+    return body.to_chat(shown=context.image_reader is not None)

@@ -246,11 +246,11 @@ class Conversation(Body):
         }
         return [name for name, words in fields.items() if len(unread(words)) == len(words)]
 
-    def template_messages(self, *, images: bool = False) -> list[dict[str, Any]]:
+    def template_messages(self, *, shown: bool = False) -> list[dict[str, Any]]:
         """Messages as the tokenizer takes them, with the images of users or without. Raises
         RequestError."""
         messages = (message.model_dump(exclude_unset=True) for message in self.messages)
-        return read_messages(messages, images=images)
+        return read_messages(messages, shown=shown)
 
 
 class ChatBody(Conversation, GenerationBody):

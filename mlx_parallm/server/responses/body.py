@@ -193,15 +193,15 @@ class ResponsesBody(QueueFields, SamplingFields):
         return LOGPROBS in self.include or self.top_logprobs > 0
 
     def to_chat(
-        self, items: Sequence[Item], *, first: int = 0, images: bool = False
+        self, items: Sequence[Item], *, first: int = 0, shown: bool = False
     ) -> tuple[ChatBody, ToolNames]:
         """The chat with these items (the earlier ones too; `first`: where this request's begin;
-        `images`: the model reads them).
+        `shown`: the model reads them).
 
         Raises RequestError, which names this body's field.
         """
         tools, names = chat_tools(self.offered_tools)
-        messages = chat_messages(items, first=first, images=images)
+        messages = chat_messages(items, first=first, shown=shown)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat = shared_fields(self) | {

@@ -23,10 +23,10 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def chat_messages(
-    items: Sequence[Mapping[str, Any]], *, first: int = 0, images: bool = False
+    items: Sequence[Mapping[str, Any]], *, first: int = 0, shown: bool = False
 ) -> list[dict[str, Any]]:
     """Messages of a chat. `first`: position in `items` of the request's own first one, for error
-    texts; `images`: the model reads them.
+    texts; `shown`: the model reads them.
 
     Raises RequestError: an item of another kind, content that is not text, a field that is missing,
     an output of no call.
@@ -36,7 +36,7 @@ def chat_messages(
         where = f"input.{position - first}" if position >= first else "previous_response_id"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            _add_message(turns, item, where, images)
+            _add_message(turns, item, where, shown)
         elif kind in _CALLS:
             call = _chat_call(item, kind, where)
             called.add(call["id"])
@@ -46,7 +46,7 @@ def chat_messages(
             if call_id not in called:
                 reason = f"{where}.call_id: no call before this output has the id {call_id!r}"
                 raise RequestError(reason, param=f"{where}.call_id")
-            output = _content(item.get("output"), f"{where}.output", images)
+            output = _content(item.get("output"), f"{where}.output", shown)
             turns.add({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
             turns.reason(_reasoning(item, where))
@@ -93,7 +93,7 @@ class _Turns:
         return last
 
 
-def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: bool) -> None:
+def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, shown: bool) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(
@@ -107,14 +107,14 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: boo
         turns.add(
             {
                 "role": role,
-                "content": _content(item.get("content"), place, images and role == "user"),
+                "content": _content(item.get("content"), place, shown and role == "user"),
             }
         )
 
 
-def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, shown: bool) -> str | list[dict[str, Any]]:
     """A content as text, or as parts if it has images that are read. Raises RequestError."""
-    if not images or not isinstance(content, list):
+    if not shown or not isinstance(content, list):
         return content_text(content, where)
     placed = [
         {**part, "place": f"{where}.{index}"} if is_image(part) else part

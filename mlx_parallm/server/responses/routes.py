@@ -130,6 +130,6 @@ def _chat_of(
     chat, names = body.to_chat(
         [*(item.load() for item in earlier), *new_items],
         first=len(earlier),
-        images=context.images is not None,
+        shown=context.image_reader is not None,
     )
     return earlier, new_items, chat, names
