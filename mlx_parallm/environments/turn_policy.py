@@ -17,7 +17,7 @@ from mlx_parallm.environments.state import Prompt, shown_text
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.answer_grammar import required_calls
-from mlx_parallm.execution.prompt_images import image_refs
+from mlx_parallm.execution.prompt_images import carried_with
 from mlx_parallm.execution.taught_tools import TAUGHT_FORMAT
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
@@ -273,7 +273,7 @@ class EpisodePolicy:
             adapter=self.adapter,
             priority=self.priority,
             opens_text=not isinstance(turn.prompt, str) or self.tokenizer.opens_text(token_ids),
-            images=self.tokenizer.images_of(turn.prompt) if image_refs(turn.prompt) else (),
+            **carried_with(self.tokenizer, turn.prompt),
         )
 
     def _follow(

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import PromptImage
+from mlx_parallm.types import ChatTokenizer, PromptImage, Request
 
 PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
 """Beginnings of names of the part that sees, in checkpoints and adapters."""
+CUT = "'truncate_prompt_tokens' would cut into a prompt with images"
 STORED = "sha256:"  # begins the name of an image that this process has stored
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHOWN = 60  # characters of a client's text in an error
@@ -173,6 +174,55 @@ def with_images(text: str, placeholder: str, images: Sequence[PromptImage]) -> s
     return pieces[0] + "".join(
         image.text + piece for image, piece in zip(images, pieces[1:], strict=True)
     )
+
+
+def with_stored(reader: ImageReader | None, text: str, refs: Sequence[str]) -> str:
+    """Return a rendered text with the own text of each stored image. Raises RequestError."""
+    if reader is None or not refs:
+        return text
+    return with_images(text, reader.placeholder, [*map(reader.stored, refs)])
+
+
+async def with_sources(
+    reader: ImageReader | None, text: str, sources: Sequence[ImageSource]
+) -> tuple[str, dict[str, Any]]:
+    """Return a rendered text with the own text of each image, and the fields of `Request` that go
+    with it. Raises RequestError."""
+    if reader is None or not sources:
+        return text, {}
+    check_places(text, reader.placeholder, len(sources))
+    images = tuple(await reader.read(sources))
+    return with_images(text, reader.placeholder, images), {"images": images}
+
+
+async def carried_by(
+    reader: ImageReader | None, messages: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the fields of `Request` that go with messages whose prompt the client has rendered.
+    Raises RequestError."""
+    if reader is None or not (sources := image_sources(messages)):
+        return {}
+    return {"images": tuple(await reader.read(sources))}
+
+
+def carried_with(
+    tokenizer: ChatTokenizer, prompt: str | Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the fields of `Request` that go with a prompt of stored images. Raises
+    RequestError."""
+    return {"images": tokenizer.images_of(prompt)} if image_refs(prompt) else {}
+
+
+def digests(request: Request) -> tuple[str, ...]:
+    """Return what tells a request's images from others."""
+    return tuple(image.digest for image in request.images)
+
+
+def counted_tokens(counts: dict[str, Any], requests: Iterable[Request]) -> dict[str, Any]:
+    """Add OpenAI's count of the prompts' image tokens, if there are some."""
+    if tokens := sum(image.tokens for request in requests for image in request.images):
+        counts["prompt_tokens_details"]["image_tokens"] = tokens
+    return counts
 
 
 def _source(part: Mapping[str, Any], where: str) -> ImageSource:

@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
     failure_of,
 )
+from mlx_parallm.execution.prompt_images import carried_with, digests
 from mlx_parallm.execution.tool_calls import (
     own_format,
     parse_tool_calls,
@@ -36,7 +37,7 @@ from mlx_parallm.inference.types import (
     is_messages,
 )
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import PolicyClient, PromptImage, Request, RequestOutput, SamplingParams
+from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
 
 CACHED_ANSWERS = 1000
@@ -49,7 +50,7 @@ class _Encoded:
 
     tokens: tuple[int, ...]
     chat: bool = False
-    images: tuple[PromptImage, ...] = ()
+    carried: Mapping[str, Any] = field(default_factory=dict)  # fields of `Request`
 
 
 class EngineBackend:
@@ -123,8 +124,8 @@ class EngineBackend:
         scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
         requests = [
-            Request(_id(), before + after, scored, self.adapter, images=images)
-            for before, after, images in pairs
+            Request(_id(), before + after, scored, self.adapter, **carried)
+            for before, after, carried in pairs
         ]
         outputs = await self.client.generate_many(requests)
         logprobs = []
@@ -184,7 +185,7 @@ class EngineBackend:
             SamplingParams(**sampling),
             self.adapter,
             opens_text=prompt.chat or self._tokenizer.opens_text(tokens),
-            images=prompt.images,
+            **prompt.carried,
         )
 
     async def _logits(
@@ -192,14 +193,14 @@ class EngineBackend:
         client: EngineClient,
         before: tuple[int, ...],
         after: tuple[int, ...],
-        images: tuple[PromptImage, ...],
+        carried: Mapping[str, Any],
     ) -> np.ndarray:
         first = len(before) - 1
         rows: list[np.ndarray] = []
         if not after:
             return np.zeros((0, client.vocab_size), np.float32)
         params = SamplingParams(max_tokens=0)
-        request = Request("logits", before + after, params, self.adapter, images=images)
+        request = Request("logits", before + after, params, self.adapter, **carried)
         text = await asyncio.wrap_future(client.call(lambda engine: engine.begin_logits(request)))
         while not text.finished:
             chunk = await asyncio.wrap_future(
@@ -222,25 +223,25 @@ class EngineBackend:
             raise RequestError(str(error), param="messages") from error
         options = {"tools": tools, "teach_tools": False, "template_kwargs": self._template_kwargs}
         tokens = tuple(self._tokenizer.render_chat(messages, **options))
-        return _Encoded(tokens, chat=True, images=self._tokenizer.images_of(messages))
+        return _Encoded(tokens, chat=True, carried=carried_with(self._tokenizer, messages))
 
     def _pair(
         self, prompt: Prompt, response: Response
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[PromptImage, ...]]:
-        """Return the tokens of a prompt and of a response behind it, and the prompt's images.
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Mapping[str, Any]]:
+        """Return the tokens of a prompt and of a response behind it, and what goes with the prompt.
         Raises RequestError: the prompt is empty, so nothing precedes the first token."""
         encoded = self._encode(prompt)
-        before, images = encoded.tokens, encoded.images
+        before, carried = encoded.tokens, encoded.carried
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
         if not isinstance(response, str):
-            return before, tuple(response), images
+            return before, tuple(response), carried
         text = (
             self._tokenizer.decode(before, skip_special_tokens=False)
-            if images
+            if carried
             else self._text(prompt, before)
         )
-        return before, tuple(self._tokenizer.encode_after(text, response)), images
+        return before, tuple(self._tokenizer.encode_after(text, response)), carried
 
     def _text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """The text of a prompt that has these ids."""
@@ -260,8 +261,7 @@ class EngineBackend:
         with self._weights.read() as view:
             revision = view.revision
         limits = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
-        images = tuple(image.digest for image in request.images)
-        prompt = request.prompt_token_ids, images, request.opens_text
+        prompt = request.prompt_token_ids, digests(request), request.opens_text
         return revision, request.adapter, prompt, limits
 
     def _cached(self, key: Hashable) -> list[Generation] | None:

@@ -15,7 +15,7 @@ from mlx_parallm.execution.prompt_images import (
     ImageReader,
     image_refs,
     texts_of,
-    with_images,
+    with_stored,
     without_images,
     without_sources,
 )
@@ -261,7 +261,7 @@ class Tokenizer:
         shown: bool = False,
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages`
-        takes them, with their images or without.
+        takes them, with what they show or texts alone.
 
         Tools that the template has no place for are taught in words (`taught_tools`), and so is
         their history. `teach_tools` False: the caller has seen to that, and reads calls in formats
@@ -385,8 +385,8 @@ class Tokenizer:
             raise RequestError(f"the model's chat template: {error}", param="messages") from error
 
     def images_of(self, messages: str | Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]:
-        """Return the stored images of a prompt, in order. Raises RequestError: one that is not
-        there, or cannot be read."""
+        """Return those that a prompt shows, which are stored, in order. Raises RequestError: one is
+        not there, or cannot be read."""
         if self.image_reader is None:
             return ()
         return tuple(map(self.image_reader.stored, image_refs(messages)))
@@ -406,9 +406,7 @@ class Tokenizer:
                 text = render_template(source, messages, tools=tools, **variables)
             else:
                 text = self._render_in_python(messages, tools=tools, **options)
-            if refs and self.image_reader is not None:
-                seen = [*map(self.image_reader.stored, refs)]
-                text = with_images(text, self.image_reader.placeholder, seen)
+            text = with_stored(self.image_reader, text, refs)
             text.encode()
         except RecursionError as error:
             reason = "'messages' hold a call's arguments that are nested too deeply"

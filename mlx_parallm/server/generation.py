@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from fastapi import Request as HTTPRequest
@@ -32,10 +32,11 @@ from mlx_parallm.errors import (
     failure_of,
 )
 from mlx_parallm.execution.prompt_images import (
-    check_places,
+    CUT,
+    counted_tokens,
     image_sources,
     text_of,
-    with_images,
+    with_sources,
     without_sources,
 )
 from mlx_parallm.rollout_store.completions import Choice
@@ -57,7 +58,6 @@ from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merg
 from mlx_parallm.types import (
     Completion,
     CompletionDelta,
-    PromptImage,
     Request,
     RequestOutput,
     SamplingParams,
@@ -76,15 +76,14 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
     opens_text: bool = False  # the completion starts a new text, as a chat's answer does
-    images: tuple[PromptImage, ...] = ()
+    carried: Mapping[str, Any] = field(default_factory=dict)  # fields of `Request`, beside tokens
 
     def last(self, count: int | None) -> "EncodedPrompt":
         """`truncate_prompt_tokens`: the last `count` tokens; None = all."""
         if count is None or count >= len(self.token_ids):
             return self
-        if self.images:
-            reason = "'truncate_prompt_tokens' would cut into a prompt with images"
-            raise RequestError(reason, param="truncate_prompt_tokens")
+        if self.carried:
+            raise RequestError(CUT, param="truncate_prompt_tokens")
         return EncodedPrompt(self.token_ids[-count:], opens_text=self.opens_text)
 
     def reader(self, tokenizer: "Tokenizer") -> TokenReader:
@@ -132,8 +131,8 @@ def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> Encode
 
 
 async def encode_conversation(context: ServerContext, conversation: Conversation) -> EncodedPrompt:
-    """Return a chat's token ids and images. Raises RequestError: no template, content that the
-    model cannot read, a template that refuses."""
+    """Return a chat's token ids, and what goes with them. Raises RequestError: no template, content
+    that the model cannot read, a template that refuses."""
     # each is a token at least
     if (count := len(conversation.messages)) > (room := context.engine.max_model_len):
         reason = (
@@ -152,25 +151,13 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
     text = context.tokenizer.render_chat_text(
         without_sources(messages), shown=bool(sources), **options
     )
-    images: tuple[PromptImage, ...] = ()
-    if sources and reader is not None:
-        check_places(text, reader.placeholder, len(sources))
-        images = tuple(await reader.read(sources))
-        text = with_images(text, reader.placeholder, images)
+    text, carried = await with_sources(reader, text, sources)
     check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
     opens_text = not conversation.continues_final_message
-    return EncodedPrompt(token_ids, opens_text=opens_text, images=images)
-
-
-async def images_of(context: ServerContext, conversation: Conversation) -> tuple[PromptImage, ...]:
-    """Return the images of a chat whose prompt the client has rendered. Raises RequestError."""
-    if (reader := context.image_reader) is None:
-        return ()
-    sources = image_sources(conversation.template_messages(shown=True))
-    return tuple(await reader.read(sources)) if sources else ()
+    return EncodedPrompt(token_ids, opens_text=opens_text, carried=carried)
 
 
 def check_count(prompts: int, n: int) -> None:
@@ -232,7 +219,7 @@ def build_requests(
             priority=body.priority,
             # a grammar's text is its match
             opens_text=prompt.opens_text and params.structure is None,
-            images=prompt.images,
+            **prompt.carried,
         )
         for position, prompt in enumerate(prompts)
     ]
@@ -514,18 +501,11 @@ async def respond(
     completions = [completion for output in outputs for completion in output.completions]
     for choice, completion in zip(body["choices"], completions, strict=True):
         choice |= schema_error(completion)
-    counts = _with_images(usage_of(outputs, answer.usage_details()), requests)
+    counts = counted_tokens(usage_of(outputs, answer.usage_details()), requests)
     body |= {"usage": counts, "policy_version": version}
     if observer is not None:
         await observer.whole(body)
     return check.with_header(AnswerResponse(form.whole(body) if form else body))
-
-
-def _with_images(counts: dict[str, Any], requests: Sequence[Request]) -> dict[str, Any]:
-    """Add OpenAI's count of the prompts' image tokens, if there are some."""
-    if tokens := sum(image.tokens for request in requests for image in request.images):
-        counts["prompt_tokens_details"]["image_tokens"] = tokens
-    return counts
 
 
 def schema_error(part: Completion | CompletionDelta) -> dict[str, str]:
@@ -571,4 +551,4 @@ async def _events(
                 yield answer.head | chunk | so_far
     if wanted.include_usage:
         counts = usage(prompt_tokens, generated, cached, rejected, answer.usage_details())
-        yield answer.head | {"choices": [], "usage": _with_images(counts, requests)}
+        yield answer.head | {"choices": [], "usage": counted_tokens(counts, requests)}

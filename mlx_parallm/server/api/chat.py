@@ -18,6 +18,7 @@ from mlx_parallm.execution.answer_grammar import (
     thinking_after,
     tool_format,
 )
+from mlx_parallm.execution.prompt_images import carried_by
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     AnswerForm,
@@ -25,7 +26,6 @@ from mlx_parallm.server.generation import (
     ResponseBuilder,
     build_requests,
     encode_conversation,
-    images_of,
     new_id,
     observer_of,
     resolve_model,
@@ -75,8 +75,9 @@ async def answer_chat(
     model = resolve_model(context, body.model)
     if tokens := body.prompt_tokens:
         opens_text = not body.continues_final_message
-        images = await images_of(context, body)
-        prompt = EncodedPrompt(tokens, opens_text=opens_text, images=images)
+        shown = body.template_messages(shown=True) if context.image_reader else ()
+        carried = await carried_by(context.image_reader, shown)
+        prompt = EncodedPrompt(tokens, opens_text=opens_text, carried=carried)
     else:
         prompt = await encode_conversation(context, body)
     prompt = prompt.last(body.truncate_prompt_tokens)
