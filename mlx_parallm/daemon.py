@@ -54,8 +54,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.rope_length import check_rope_length
-from mlx_parallm.models.image_support import image_support, with_images
-from mlx_parallm.models.images.encoder import ImageSupport
+from mlx_parallm.models.loaded_images import ImageSupport, image_support, with_images
 from mlx_parallm.models.loading import (
     LoadedModel,
     check_model,
@@ -520,7 +519,7 @@ class Serving:
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:
-        """Load the base, and what reads images for it. Raises ModelError, ConfigError; /health
+        """Load the base, with its part that sees. Raises ModelError, ConfigError; /health
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
@@ -531,21 +530,19 @@ class Serving:
 
     @cached_property
     def image_support(self) -> ImageSupport | None:
-        """The part that reads images for the model; None: it reads text alone. Raises ModelError,
+        """The part of the model that sees; None: it reads text alone. Raises ModelError,
         ConfigError."""
         return image_support(self.config.image_hooks(), self.model_path)
 
     @property
     def image_reader(self) -> ImageReader | None:
-        """The reader of images for the model; None: it reads text alone. Raises ModelError,
+        """The reader of that part; None: the model reads text alone. Raises ModelError,
         ConfigError."""
         return None if self.image_support is None else self.image_support.reader
 
     def tokenizer(self) -> Tokenizer:
         """A tokenizer for one thread."""
-        tokenizer = load_tokenizer(self.model_path, self.config.model)
-        tokenizer.image_reader = self.image_reader
-        return tokenizer
+        return load_tokenizer(self.model_path, self.config.model, self.image_reader)
 
     def open(
         self,
@@ -598,11 +595,10 @@ class Serving:
             rope_length=self.config.model.rope_length,
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
-        reader = None if loaded.image_parts is None else loaded.image_parts.reader
         defaults = self._sampling_defaults()
         tokenizer = self.tokenizer()
         self._name_unread_arguments(tokenizer)
-        self.state.ready(clients_engine, tokenizer, loader, reader, defaults)
+        self.state.ready(clients_engine, tokenizer, loader, loaded.image_reader, defaults)
 
     def _name_unread_arguments(self, tokenizer: Tokenizer) -> None:
         """Log the configuration's template arguments that the chat template does not read."""

@@ -52,6 +52,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its 
     "rl_training.plan.companions": "the list of companions",
     "rl_training.plan.distillation": "a companion is a file",
     "rl_training.plan.routing": "a companion is a file",
+    "rl_training.plan.images": "a companion is a file",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",

@@ -121,7 +121,7 @@ class CoreConfig(Section):
 
     def image_hooks(self) -> tuple[Callable[..., Any], ...]:
         """Return the hooks `images` of the leaves with their sections, for
-        `models.image_support`."""
+        `models.loaded_images`."""
         hooks = ((leaf.images, leaf) for leaf in leaves())
         return tuple(
             partial(imported(hook), self.of_leaf(leaf)) for hook, leaf in hooks if hook is not None

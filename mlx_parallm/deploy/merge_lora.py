@@ -32,7 +32,7 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.adapters.peft import expert_names
 from mlx_parallm.models.adapters.rope_length import rope_length_of
-from mlx_parallm.models.image_support import image_support, with_images
+from mlx_parallm.models.loaded_images import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, resolve_model_path
 from mlx_parallm.models.lora import fit_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (

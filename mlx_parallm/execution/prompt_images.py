@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import ChatTokenizer, PromptImage, Request
+from mlx_parallm.types import ChatTokenizer, PromptImage, Request, Rollout
 
 PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
 """Beginnings of names of the part that sees, in checkpoints and adapters."""
@@ -96,6 +96,22 @@ def image_refs(messages: str | Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         for part in message["content"]
         if isinstance(part, Mapping) and part.get("type") == "image"
     )
+
+
+def stored_in(messages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a `Rollout` whose prompt are these messages."""
+    return {"images": image_refs(messages)}
+
+
+def names_of(rollout: Rollout) -> tuple[str, ...]:
+    """Return the names of the stored images that a rollout shows."""
+    return rollout.images
+
+
+def stored_names(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of stored images in the fields of a rollout."""
+    names: tuple[str, ...] = fields.get("images", ())
+    return names
 
 
 def data_url_bytes(url: str, most: int | None = None) -> bytes:

@@ -102,7 +102,7 @@ def with_taught_tools(
     content = plain[first]["content"]
     if isinstance(content, str):
         plain[first]["content"] = with_instructions(content, definitions, HOW_TO_CALL)
-    else:  # with images
+    else:
         taught = str(with_instructions("", definitions, HOW_TO_CALL))
         plain[first]["content"] = [{"type": "text", "text": taught}, *content]
     return plain
@@ -167,7 +167,7 @@ def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _joined(*contents: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return contents behind one another: a text, or parts if one of them has images."""
+    """Return contents behind one another: a text, or parts if one of them has such."""
     if all(isinstance(content, str) for content in contents):
         return "".join(str(content) for content in contents)
     parts: list[dict[str, Any]] = []

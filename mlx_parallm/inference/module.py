@@ -57,8 +57,7 @@ from mlx_parallm.inference.types import (
 )
 from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.experts.replay import recorded_for
-from mlx_parallm.models.image_support import image_support, with_images
-from mlx_parallm.models.images.encoder import ImageParts
+from mlx_parallm.models.loaded_images import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
@@ -192,8 +191,8 @@ class InferenceModule:
             loaded = load_model(config.model)
             support = image_support(config.image_hooks(), loaded.path)
             loaded = self.loaded = with_images(loaded, support)
-            self._new_tokenizer = lambda: _with_reader(
-                load_tokenizer(loaded.path, config.model), loaded.image_parts
+            self._new_tokenizer = lambda: load_tokenizer(
+                loaded.path, config.model, loaded.image_reader
             )
         else:
             wrapper = (
@@ -459,11 +458,6 @@ def _endpoint(
     return OpenAIBackend(
         model, base_url, lambda url: OpenAIEndpoint(url, api_key, timeout_s=timeout_s)
     )
-
-
-def _with_reader(tokenizer: Tokenizer, parts: ImageParts | None) -> Tokenizer:
-    tokenizer.image_reader = None if parts is None else parts.reader
-    return tokenizer
 
 
 def _end(loop: LoopThread, backend: Backend, engine: EngineThread | None) -> None:

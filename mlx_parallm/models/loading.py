@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.checkpoint_files import (
     BUILTIN,
     check_directory,
@@ -87,6 +88,10 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         return vocabulary_size(self.config)
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        return None if self.image_parts is None else self.image_parts.reader
 
     def text_alone(self) -> AbstractContextManager[None]:
         """Let the tree have its language part alone, for the length of a block."""
@@ -241,7 +246,9 @@ def vocabulary_size(config: dict[str, Any]) -> int:
     return size
 
 
-def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
+def load_tokenizer(
+    path: Path, config: ModelConfig, image_reader: ImageReader | None = None
+) -> Tokenizer:
     """A tokenizer of its own for one thread (fast tokenizers must not be shared between
     threads)."""
     extra: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -270,6 +277,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
             load_wrapper(path, extra, ends),
             reads_tools=config.tool_parser != "off",
             splits_reasoning=config.reasoning_parser != "off",
+            image_reader=image_reader,
         )
     except ModelError:
         raise

@@ -64,9 +64,14 @@ class Tokenizer:
     """
 
     def __init__(
-        self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
+        self,
+        wrapper: TokenizerWrapper,
+        *,
+        reads_tools: bool = True,
+        splits_reasoning: bool = True,
+        image_reader: ImageReader | None = None,
     ) -> None:
-        self.image_reader: ImageReader | None = None  # None: messages hold texts alone
+        self.image_reader = image_reader  # None: messages hold texts alone
         self._shown_parts = ShownParts()
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer

@@ -87,10 +87,10 @@ class Probe:
     times: list[float] = field(default_factory=list)
     seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
     several_turns: bool = False
-    image_token: int | None = None
+    placeholder: int | None = None
 
     def add(self, batch: TrainBatch) -> None:
-        self.seen = self.seen.with_batch(batch, self.image_token)
+        self.seen = self.seen.with_batch(batch, self.placeholder)
         self.several_turns |= any(
             has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts
         )
@@ -163,7 +163,7 @@ class DryRun:
             read_config(self._serving.model_path),
             room=room_for_evaluations(deterministic=self._user_config.rl_training.deterministic),
         )
-        self._probe.image_token = planned.image_token
+        self._probe.placeholder = planned.placeholder
         self._console.print(
             Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")
         )

@@ -104,7 +104,7 @@ class CompanionContext:
     """The parts from which a leaf builds its companion of a run's trainer, before a resume.
 
     `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`. `seeing`: a
-    loaded model with what reads images for it, as the policy has it.
+    loaded model with its part that sees, as the policy has it.
     """
 
     model: ModelConfig

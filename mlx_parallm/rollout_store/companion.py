@@ -41,6 +41,10 @@ class RolloutCompanion:
         """Return what a program in Python gets beside an answer, by name."""
         return {}
 
+    def of_prompt(self, rollout: Rollout) -> dict[str, Any]:
+        """Return fields that belong to the prompt alone."""
+        return {}
+
     def refusal(self, request: Request) -> str | None:
         """Say why an answer to this request is not kept for training; None: it may be."""
         return None

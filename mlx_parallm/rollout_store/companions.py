@@ -6,7 +6,7 @@ from mlx_parallm.rollout_store.companion import RolloutCompanion
 from mlx_parallm.rollout_store.distillation import BestTokens
 from mlx_parallm.rollout_store.images import StoredImages
 from mlx_parallm.rollout_store.routing import Experts
-from mlx_parallm.types import Completion, RolloutGroup
+from mlx_parallm.types import Completion, Request, Rollout, RolloutGroup
 
 _EXPERTS = Experts()
 COMPANIONS: tuple[RolloutCompanion, ...] = (
@@ -14,6 +14,16 @@ COMPANIONS: tuple[RolloutCompanion, ...] = (
     StoredImages(),
     BestTokens(),
 )
+
+
+def refusal_of(request: Request) -> str | None:
+    """Say why answers to a request are not kept for training; None: they may be."""
+    return next(filter(None, (each.refusal(request) for each in COMPANIONS)), None)
+
+
+def of_prompt(rollout: Rollout) -> dict[str, Any]:
+    """Return the fields of other rollouts of the same prompt."""
+    return {name: value for each in COMPANIONS for name, value in each.of_prompt(rollout).items()}
 
 
 def answer_metadata(completion: Completion) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from itertools import chain
 
 from mlx_parallm.errors import RefusedError, RequestError, RolloutRejectedError
 from mlx_parallm.rollout_store.checks import check_group
-from mlx_parallm.rollout_store.companions import COMPANIONS
+from mlx_parallm.rollout_store.companions import COMPANIONS, refusal_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import (
@@ -103,7 +103,7 @@ class KeptCompletions:
         if not all(request.samples_from(self._policy_adapter) for request in requests):
             reason = "was not sampled from the policy that is being trained, but from another model"
             refusal = 409, reason
-        elif refused := next(filter(None, map(_refusal, requests)), None):
+        elif refused := next(filter(None, map(refusal_of, requests)), None):
             refusal = 409, refused
         else:
             groups = (
@@ -237,10 +237,6 @@ def rollout_of(request: Request, parts: Choice) -> Rollout:
         forced=forced,
         **{k: v for each in COMPANIONS for k, v in each.of_answer(parts).items()},
     )
-
-
-def _refusal(request: Request) -> str | None:
-    return next(filter(None, (each.refusal(request) for each in COMPANIONS)), None)
 
 
 def _scored(

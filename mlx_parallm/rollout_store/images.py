@@ -27,6 +27,9 @@ class StoredImages(RolloutCompanion):
     def recorder(self) -> SpanRecorder:
         return ImageRecorder()
 
+    def of_prompt(self, rollout: Rollout) -> dict[str, Any]:
+        return {"images": rollout.images}
+
     def refusal(self, request: Request) -> str | None:
         return "is an answer to images, which are not kept for training" if request.images else None
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.models.image_support import image_support, with_images
+from mlx_parallm.models.loaded_images import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, restore_random_state
 from mlx_parallm.rl_training.factory import build_buffer, build_companions, build_trainer

@@ -186,7 +186,7 @@ class Ours:
 
     def __init__(self, work: Path, family: str) -> None:
         from mlx_parallm.config.load import Config
-        from mlx_parallm.models.image_support import with_images
+        from mlx_parallm.models.loaded_images import with_images
         from mlx_parallm.models.loading import load_model, load_tokenizer
         from mlx_parallm.systems.vision.config import VisionConfig
         from mlx_parallm.systems.vision.leaf import image_support

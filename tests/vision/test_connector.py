@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.images.encoder import TowerOutputs
+from mlx_parallm.models.loaded_images import image_support, with_images
 from mlx_parallm.models.loading import load_model
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.images.gemma3 import save_gemma3

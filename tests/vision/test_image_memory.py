@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.models.image_support import image_support, tower_sizes, with_images
+from mlx_parallm.models.loaded_images import image_support, tower_sizes, with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm
-from mlx_parallm.rl_training.plan.preflight import USUAL_IMAGE, PlannedRun
+from mlx_parallm.rl_training.plan.images import USUAL_IMAGE
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.images import step_images
 from mlx_parallm.rl_training.step.memory import Lengths
@@ -120,15 +121,15 @@ def test_what_trains_to_see_is_in_the_preflight(save: Any, tmp_path: Path) -> No
     assert parts("tower", Lengths(100, 10))["training: images"] == 0
     unseen = parts("tower", None)
     assert unseen["training: images"] > 0
-    texts, shown = Lengths(100, 10), Lengths(100, 10, image=16, images=32)
+    texts, shown = Lengths(100, 10), Lengths(100, 10, largest=16, shown=32)
     frozen, connector, tower = (parts(train, shown) for train in ("none", "connector", "tower"))
     assert frozen["generating"] > parts("none", texts)["generating"]
     assert 0 < frozen["training: images"] < connector["training: images"]
     assert connector["training: images"] <= tower["training: images"]
     config = configured(path, "tower", lora=FULL)
     run = PlannedRun.of(config, model)
-    assert run.longest.image == min(run.longest.prompt, USUAL_IMAGE)
-    token = run.image_token
+    assert run.longest.largest == min(run.longest.prompt, USUAL_IMAGE)
+    token = run.placeholder
     assert token is not None
     tokens = (1, *[token] * 9, 2, *[token] * 6, 3, 4)
     mask = (*[0] * (len(tokens) - 1), 1)
@@ -136,5 +137,5 @@ def test_what_trains_to_see_is_in_the_preflight(save: Any, tmp_path: Path) -> No
     row = TrainSequence(rollout, (0.0,) * len(tokens), fresh=False)
     batch: Any = SimpleNamespace(groups=(), sequences=(row,))
     seen = Lengths(0, 0).with_batch(batch, token)
-    assert (seen.image, seen.images) == (8, 15)
-    assert seen.within(Lengths(5, 5)).images == 9
+    assert (seen.largest, seen.shown) == (8, 15)
+    assert seen.within(Lengths(5, 5)).shown == 9

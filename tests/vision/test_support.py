@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
-from mlx_parallm.models.image_support import with_images
+from mlx_parallm.models.loaded_images import with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm

@@ -11,7 +11,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.image_support import image_support, with_images
+from mlx_parallm.models.loaded_images import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.lora import save_adapter
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm

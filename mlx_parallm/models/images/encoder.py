@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
-from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.types import PromptImage
 
 
@@ -70,27 +69,6 @@ class ImageEncoder(Protocol):
         """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
         stand for the embedding of its tokens. `output`: its `tower_output`, if there is one.
         Raises ValueError: their number is another one."""
-
-
-class ImageSupport(Protocol):
-    """Both parts that read images for a model: its reader at once, its encoder when the model is
-    loaded."""
-
-    @property
-    def reader(self) -> ImageReader: ...
-
-    def tower_bytes(self, width: int) -> int:
-        """Return the tower's memory, if a number takes `width` bytes."""
-
-    def trained_sizes(self, rank: int | None) -> list[int]:
-        """Return the size of each array of the tower that is trained: adapters of this rank, or the
-        weights themselves (None). Empty: the tower is not trained."""
-
-    def tower_shape(self) -> TowerShape:
-        """Return the tower's dimensions, without `trained`."""
-
-    def encoder(self, loaded: Any) -> ImageEncoder:
-        """Load the tower of a `LoadedModel`. Raises ModelError."""
 
 
 def put_into_tree(model: nn.Module, encoder: ImageEncoder) -> ImageEncoder:

@@ -110,7 +110,7 @@ def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) 
     role, content = message["role"], message["content"]
     copy = dict(message)
     if role in ("system", "developer", "tool"):
-        if not isinstance(content, str):  # with images; whose places are counted elsewhere
+        if not isinstance(content, str):  # in parts
             copy["content"] = [
                 {**part, "text": mark(f"{place}.content.{index}")}
                 if part.get("text", "").strip()

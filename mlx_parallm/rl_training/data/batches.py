@@ -144,7 +144,7 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
     return Encoded(
         np.concatenate([prompt_row.tokens[:prompt], completion_row.tokens[completion:]]),
         np.concatenate([np.zeros(prompt, bool), completion_row.mask[completion:]]),
-        prompt_row.images,
+        prompt_row.carried,
     )
 
 

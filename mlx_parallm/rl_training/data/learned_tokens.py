@@ -13,7 +13,7 @@ is between two sequences: there it is an error that names the row.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from mlx_parallm.config.data import REWARD_MODEL, DataConfig
 from mlx_parallm.errors import ConfigError, RequestError
-from mlx_parallm.execution.prompt_images import image_refs
+from mlx_parallm.execution.prompt_images import stored_in
 from mlx_parallm.models.scoring.conversation_tokens import conversation_tokens, without_tail
 from mlx_parallm.rl_training.data.examples import SECTION, Example, Text
 from mlx_parallm.system.log import get_logger
@@ -40,7 +40,7 @@ class Encoded:
 
     tokens: np.ndarray  # [T] int32
     mask: np.ndarray  # [T] bool, trained on
-    images: tuple[str, ...] = ()  # names of the stored images in it, in order
+    carried: Mapping[str, Any] = field(default_factory=dict)  # fields of its rollout
 
     @property
     def prompt_length(self) -> int:
@@ -58,7 +58,7 @@ class Encoded:
             policy_versions=(UNKNOWN_VERSION,) * length,
             temperature=1.0,
             scores={},
-            images=self.images,
+            **self.carried,
         )
 
 
@@ -189,7 +189,7 @@ def _encode(
             if answer and answer[-1] in tokenizer.eos_token_ids
             else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)
         )
-        return [_joined([(prompt, False), (answer + end, True)], example)]
+        return [_joined([(prompt, False), (answer + end, True)], example, {})]
     assert not isinstance(example.prompt, str)
     try:
         return _turns(
@@ -213,7 +213,7 @@ def _turns(
     encode = tokenizer.encode_after
     messages = [*prompt, *completion]
     sequences: list[list[tuple[list[int], bool]]] = []
-    images: list[tuple[str, ...]] = []  # one for each sequence
+    carried: list[Mapping[str, Any]] = []  # one for each sequence
     shown: str | None = None
     for number in range(len(prompt), len(messages)):
         if messages[number]["role"] != "assistant":
@@ -233,16 +233,16 @@ def _turns(
             sequences[-1].append((encode(shown, before[len(shown) :]), False))
         else:
             sequences.append([(encode("", before), False)])
-            images.append(())
-        images[-1] = image_refs(messages[:number])
+            carried.append({})
+        carried[-1] = stored_in(messages[:number])
         sequences[-1].append(
             (encode(before, answer) + closing, messages[number].get("weight") != 0)
         )
         # the template's next turn does not show that end
         shown = before + answer if closed else None
-    both = [*zip(sequences, images, strict=True)]
+    both = [*zip(sequences, carried, strict=True)]
     learned = [each for each in both if any(trained for _, trained in each[0])]
-    return [_joined(spans, example, names) for spans, names in learned or both]
+    return [_joined(spans, example, fields) for spans, fields in learned or both]
 
 
 def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool) -> list[int]:
@@ -257,10 +257,10 @@ def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool
 
 
 def _joined(
-    spans: Sequence[tuple[list[int], bool]], example: Example, images: tuple[str, ...] = ()
+    spans: Sequence[tuple[list[int], bool]], example: Example, carried: Mapping[str, Any]
 ) -> Encoded:
     tokens = np.array([token for ids, _ in spans for token in ids], np.int32)
     mask = np.array([trained for ids, trained in spans for _ in ids], bool)
     if not mask[1:].any():
         raise ConfigError(f"{SECTION}: {example.where}: there is no token to learn in it")
-    return Encoded(tokens, mask, images)
+    return Encoded(tokens, mask, carried)

@@ -15,6 +15,7 @@ from mlx_parallm.config.data import DataConfig, PreferenceConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.execution.prompt_images import stored_names
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.examples import read_examples
@@ -144,7 +145,7 @@ def _fingerprint(units: list[Unit]) -> str:
             digest.update(len(sequence.tokens).to_bytes(4, "little"))
             digest.update(sequence.tokens.tobytes())
             digest.update(sequence.mask.tobytes())
-            digest.update("".join(sequence.images).encode())
+            digest.update("".join(stored_names(sequence.carried)).encode())
     return digest.hexdigest()
 
 

@@ -42,7 +42,7 @@ class Teacher(Protocol):
 
     @property
     def reads_images(self) -> bool:
-        """Whether it scores answers to images, behind the policy's own prompt."""
+        """Whether it scores answers to prompts that show some, behind the policy's own prompt."""
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]

@@ -71,7 +71,7 @@ class MemoryWatch:
     def add(self, event: StepFinished) -> None:
         """The lengths and the peak of one step."""
         line, batch = event.line, event.batch
-        seen = self._seen.with_batch(batch, self._run.image_token)
+        seen = self._seen.with_batch(batch, self._run.placeholder)
         if line.get("sequences") and not batch.sequences:  # how long they were is not known
             seen = self._run.longest
         self._seen, self._trained = seen, self._trained or bool(batch.sequences)

@@ -18,8 +18,8 @@ from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.models.experts.replay import is_repeated, recorded_bytes
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
-from mlx_parallm.models.image_support import tower_sizes
 from mlx_parallm.models.images.tower_shape import TowerShape
+from mlx_parallm.models.loaded_images import tower_sizes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
     find_adapter_file,

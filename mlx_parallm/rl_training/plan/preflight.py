@@ -27,6 +27,7 @@ from mlx_parallm.engine.cache.memory import GenerationSize
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
 from mlx_parallm.models.blocks_per_eval import EVAL_SHARE, BlockLimits
 from mlx_parallm.rl_training.plan.companions import COMPANIONS
+from mlx_parallm.rl_training.plan.images import PlannedImages, usual_tokens
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
 from mlx_parallm.rl_training.step.memory import (
     LargestBatch,
@@ -34,14 +35,12 @@ from mlx_parallm.rl_training.step.memory import (
     TrainedSize,
 )
 from mlx_parallm.rl_training.step.optimizer import QUANTISED
-from mlx_parallm.system.device.traits import unpacks_weights, writes_attention_scores
+from mlx_parallm.system.device.traits import unpacks_weights
 from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
 and served nothing."""
-USUAL_IMAGE = 1024
-"""Tokens of the largest image if the part that sees is trained and no row was seen yet."""
 TIGHT = 0.85
 """A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 LEAST_SAVING = 0.01
@@ -105,13 +104,21 @@ class PlannedRun:
         sampled = max((entry.max_tokens for entry in config.environments), default=whole)
         completion = min(sampled, whole - 1)
         prompt = whole - completion
-        image = 0 if eye is None or eye.train == "none" else min(prompt, USUAL_IMAGE)
-        return Lengths(prompt, completion, image=image, images=image)
+        shown = usual_tokens(eye, prompt)
+        return Lengths(prompt, completion, largest=shown, shown=shown)
 
     @property
-    def image_token(self) -> int | None:
-        """The token that stands for a feature of an image; None: the model reads none."""
+    def placeholder(self) -> int | None:
+        """The token that stands for a feature of what prompts show; None: the model reads texts."""
         return None if self.shape.eye is None else self.shape.eye.token_id
+
+    @property
+    def _seen(self) -> PlannedImages:
+        training = self.config.rl_training
+        rows = training.atropos.rollout_batch_size
+        if self.config.data.path is not None:
+            rows = training.batch_size
+        return PlannedImages(self.shape, self.longest, -(-rows // self._group))
 
     @cached_property
     def memory(self) -> MemoryEstimate:
@@ -142,7 +149,7 @@ class PlannedRun:
             "training: activations": activations,
             "training: logits": logits,
             "training: masks": batch.masks,
-            "training: images": self._images(activations + logits),
+            self._seen.part: self._seen.training(activations + logits),
             "unpacked experts": FLOAT * shape.unpacked,
             "training: update": max(0, trained.updating - activations - logits),
         }
@@ -237,36 +244,8 @@ class PlannedRun:
         forward = generation.forward_bytes(shape.block, shape.vocab, shape.activation)
         return {
             "keys and values": generation.kv_bytes(size) + min(stored * size.held, cache),
-            "generating": forward + self._image_forward() + self._features(gradients=False),
+            "generating": forward + self._seen.forward() + self._seen.features(gradients=False),
         }
-
-    def _image_forward(self) -> int:
-        """Bytes of the server's forward through the tower."""
-        eye, tokens = self.shape.eye, self.longest.image
-        if eye is None or not tokens:
-            return 0
-        return eye.forward_bytes(tokens, self.shape.activation, scores=writes_attention_scores())
-
-    def _features(self, *, gradients: bool) -> int:
-        """Bytes of the features of a step's images, and of their gradients if they are trained."""
-        eye, longest, training = self.shape.eye, self.longest, self.config.rl_training
-        if eye is None or not longest.image:
-            return 0
-        rows = training.atropos.rollout_batch_size
-        if self.config.data.path is not None:
-            rows = training.batch_size
-        numbers = -(-rows // self._group) * longest.images * eye.features
-        trained = gradients and eye.train != "none"
-        return int(numbers * self.shape.activation) + FLOAT * numbers * trained
-
-    def _images(self, training: int) -> int:
-        """Bytes of a step's images: features, and passes through the tower as far as they need
-        more than the language part (`training`), which comes before and after them."""
-        eye, tokens = self.shape.eye, self.longest.image
-        if eye is None or not tokens:
-            return 0
-        passes = max(self._image_forward(), eye.backward_bytes(tokens, self.shape.activation))
-        return self._features(gradients=True) + max(0, passes - training)
 
     def _reward_models(self) -> int:
         """Bytes of reward models. The base that one shares stays for it if all weights are

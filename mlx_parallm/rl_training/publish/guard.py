@@ -88,7 +88,7 @@ class PublishGuard:
         first = next((rollout for rollout in rollouts if len(rollout.tokens) > 1), None)
         if first is None:
             return True
-        # as texts: an image's tokens too
+        # as texts, whatever their tokens stand for
         tokens = first.tokens[:TRIED_TOKENS]
         n = len(tokens)
         short = Rollout(

@@ -60,6 +60,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.distillation import Teaching
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch, Signal
+from mlx_parallm.rollout_store.companions import of_prompt
 from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
 
@@ -358,7 +359,7 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
         (0,) * len(mask),
         rollout.temperature,
         {},
-        images=rollout.images,
+        **of_prompt(rollout),
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 
 from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.execution.prompt_images import names_of
 from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.models.heads import language_head
 from mlx_parallm.models.layouts.tree_rows import BLOCK
@@ -28,26 +29,26 @@ wait to be freed."""
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of
-    the largest batch, each padded. None: each sequence may be as long as the longest. `image`: of
-    the largest image; `images`: of all images of a sequence."""
+    the largest batch, each padded. None: each sequence may be as long as the longest. `largest`: of
+    the largest thing that a prompt shows beside texts; `shown`: of all that it shows."""
 
     prompt: int
     completion: int
     batch: int | None = None
-    image: int = 0
-    images: int = 0
+    largest: int = 0
+    shown: int = 0
 
     def within(self, limit: "Lengths") -> "Lengths":
         """These, no longer together than the limit."""
         whole = limit.prompt + limit.completion
         prompt = min(self.prompt, whole - 1)
         completion = min(self.completion, whole - prompt)
-        images = min(self.images, prompt)
-        return Lengths(prompt, completion, image=min(self.image, images), images=images)
+        shown = min(self.shown, prompt)
+        return Lengths(prompt, completion, largest=min(self.largest, shown), shown=shown)
 
-    def with_batch(self, batch: TrainBatch, image_token: int | None = None) -> "Lengths":
-        """The longest of these and of a batch's. `image_token`: stands for a feature of an image,
-        if the model reads some; those of one sequence count as equally large."""
+    def with_batch(self, batch: TrainBatch, placeholder: int | None = None) -> "Lengths":
+        """The longest of these and of a batch's. `placeholder`: stands for a feature of what
+        is shown, if the model reads it; what one sequence shows counts as equally large."""
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         completions = [rollout.sampled_tokens for rollout in rollouts]
         if not batch.groups:  # rows of a file
@@ -55,16 +56,16 @@ class Lengths:
             completions = [sum(rollout.mask) for rollout in rollouts]
         wholes = [len(rollout.tokens) for rollout in rollouts]
         shown = [
-            (rollout.tokens.count(image_token), len(rollout.images))
+            (rollout.tokens.count(placeholder), len(names))
             for rollout in rollouts
-            if rollout.images and image_token is not None
+            if placeholder is not None and (names := names_of(rollout))
         ]
         return Lengths(
             max(self.prompt, *(w - c for w, c in zip(wholes, completions, strict=True)), 0),
             max(self.completion, *completions, 0),
             max(self.batch or 0, sum(padded_length(max(whole - 1, 1)) for whole in wholes)),
-            max(self.image, *(-(-tokens // count) for tokens, count in shown), 0),
-            max(self.images, *(tokens for tokens, _ in shown), 0),
+            max(self.largest, *(-(-tokens // count) for tokens, count in shown), 0),
+            max(self.shown, *(tokens for tokens, _ in shown), 0),
         )
 
 

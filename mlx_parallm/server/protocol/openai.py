@@ -247,8 +247,8 @@ class Conversation(Body):
         return [name for name, words in fields.items() if len(unread(words)) == len(words)]
 
     def template_messages(self, *, shown: bool = False) -> list[dict[str, Any]]:
-        """Messages as the tokenizer takes them, with the images of users or without. Raises
-        RequestError."""
+        """Messages as the tokenizer takes them, with what users show beside texts or without.
+        Raises RequestError."""
         messages = (message.model_dump(exclude_unset=True) for message in self.messages)
         return read_messages(messages, shown=shown)
 

@@ -113,7 +113,7 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, shown: bool
 
 
 def _content(content: Any, where: str, shown: bool) -> str | list[dict[str, Any]]:
-    """A content as text, or as parts if it has images that are read. Raises RequestError."""
+    """A content as text, or as parts if it shows something that is read. Raises RequestError."""
     if not shown or not isinstance(content, list):
         return content_text(content, where)
     placed = [

@@ -3,14 +3,37 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, ParallmError
-from mlx_parallm.models.images.encoder import ImageParts, ImageSupport, put_into_tree
+from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.models.images.encoder import ImageEncoder, ImageParts, put_into_tree
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import LoadedModel, read_config, resolve_model_path
 from mlx_parallm.system.log import get_logger
+
+
+class ImageSupport(Protocol):
+    """Both parts that read images for a model: its reader at once, its encoder when the model is
+    loaded."""
+
+    @property
+    def reader(self) -> ImageReader: ...
+
+    def tower_bytes(self, width: int) -> int:
+        """Return the tower's memory, if a number takes `width` bytes."""
+
+    def trained_sizes(self, rank: int | None) -> list[int]:
+        """Return the size of each array of the tower that is trained: adapters of this rank, or the
+        weights themselves (None). Empty: the tower is not trained."""
+
+    def tower_shape(self) -> TowerShape:
+        """Return the tower's dimensions, without `trained`."""
+
+    def encoder(self, loaded: LoadedModel) -> ImageEncoder:
+        """Load the tower of a `LoadedModel`. Raises ModelError."""
+
 
 ImageHook = Callable[[Path, Mapping[str, Any]], ImageSupport | None]
 """(directory of a model, its config.json) → what reads images for it. `Config.image_hooks` has
