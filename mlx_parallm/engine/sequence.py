@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.engine.companions.companion import Carried, Record, joined_records
+from mlx_parallm.engine.companions.companion import Carried, SequenceRecord, joined_records
 from mlx_parallm.engine.companions.recorded import Piece, RecordedPrompt, pieces_between
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
@@ -79,7 +79,7 @@ class Sequence:
     forced: list[int] | None = None  # 1 if the matcher left no choice
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
-    records: tuple[Record, ...] = ()  # of its sampled tokens
+    records: tuple[SequenceRecord, ...] = ()  # of its sampled tokens
     recorded_prompt: RecordedPrompt | None = None  # if its prompt's are recorded too
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

@@ -8,7 +8,7 @@ from functools import partial
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.companions.companion import EngineCompanion, ServedModel
+from mlx_parallm.engine.companions.companion import EngineCompanion, ModelToServe
 from mlx_parallm.engine.companions.makers import makers_of
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.lanes import divided
@@ -77,7 +77,7 @@ def start_engine(
     architecture.
     """
     options = engine_options(server, loaded, deterministic=deterministic, processes=processes)
-    makers = makers_of(ServedModel(loaded, server, recorded))
+    makers = makers_of(ModelToServe(loaded, server, recorded))
     bound_buffer_cache(server.buffer_cache, processes=processes)
     weight_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     if advice := wire_memory(weight_bytes, server.wired_memory):

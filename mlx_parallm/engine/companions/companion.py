@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlx_parallm.models.loading import LoadedModel
 
 
-class ServedModel(NamedTuple):
+class ModelToServe(NamedTuple):
     """A model as companions see it. `recorded`: names of what the trainer repeats."""
 
     loaded: "LoadedModel"
@@ -68,7 +68,7 @@ TextPiece = tuple[SequenceOf[int], Text]
 """Tokens of a text, and the text."""
 
 
-class Record:
+class SequenceRecord:
     """Hold what is recorded of one sequence: `token_bytes` for each sampled token, in `data`."""
 
     token_bytes: int
@@ -103,7 +103,7 @@ class EngineCompanion:
         there, and what belongs to them; None: it has none. Raises RequestError."""
         return None
 
-    def record(self) -> Record:
+    def record(self) -> SequenceRecord:
         """Return the empty record of a sequence. Only if `records`."""
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class EngineCompanions:
         for each in self.all:
             each.check_scored(request)
 
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[SequenceRecord, ...]:
         """Return the empty records of a sequence."""
         return tuple(each.record() for each in self.recorders)
 
@@ -172,7 +172,9 @@ class EngineCompanions:
 NO_COMPANIONS = EngineCompanions()
 
 
-def joined_records(records: SequenceOf[Record], prompt: RecordedPrompt | None, since: int) -> Any:
+def joined_records(
+    records: SequenceOf[SequenceRecord], prompt: RecordedPrompt | None, since: int
+) -> Any:
     """Return the fields of all records, of the tokens from `since` on; the prompt's with the first
     token."""
     fields: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_parallm.engine.companions.companion import (
     Carried,
     EngineCompanion,
-    ServedModel,
+    ModelToServe,
     Text,
     TextPiece,
 )
@@ -281,7 +281,7 @@ class ImageFeatures(EngineCompanion):
         self._outputs.clear()
 
 
-def features_of(served: ServedModel) -> Callable[[LoraContext], ImageFeatures] | None:
+def features_of(served: ModelToServe) -> Callable[[LoraContext], ImageFeatures] | None:
     """Return what makes the companion of a model that reads images; None: it reads none."""
     if (parts := served.loaded.image_parts) is None:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.engine.companions.companion import EngineCompanion, Record, ServedModel
+from mlx_parallm.engine.companions.companion import EngineCompanion, ModelToServe, SequenceRecord
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.replay import REPEATED, REPEATED_PROMPTS
@@ -20,7 +20,7 @@ from mlx_parallm.models.experts.routing import (
 from mlx_parallm.types import NARROW_IDS, PromptExperts, RoutedExperts
 
 
-class ExpertRecord(Record):
+class ExpertRecord(SequenceRecord):
     """The experts of a sequence's tokens, as in `RoutedExperts.ids`."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
@@ -51,7 +51,7 @@ class RecordedRouting(EngineCompanion):
     def __init__(self, shape: tuple[int, int, int], *, prompts: bool = False) -> None:
         self._shape, self.records_prompts = shape, prompts
 
-    def record(self) -> Record:
+    def record(self) -> SequenceRecord:
         return ExpertRecord(self._shape)
 
     @contextmanager
@@ -63,7 +63,7 @@ class RecordedRouting(EngineCompanion):
             yield lambda: routing.by_token().astype(kind)
 
 
-def recorded_routing(served: ServedModel) -> Callable[[LoraContext], RecordedRouting] | None:
+def recorded_routing(served: ModelToServe) -> Callable[[LoraContext], RecordedRouting] | None:
     """Return what makes the companion, if the server gives experts back, or a trainer repeats them
     (`REPEATED`). Raises ConfigError: the server would, and the model's cannot be recorded."""
     server, model = served.server, served.loaded.model

@@ -27,7 +27,7 @@ REPEATED, REPEATED_PROMPTS = "experts", "prompt_experts"
 """Names of what the engine records for a trainer: the experts of sampled tokens, and of prompts."""
 
 
-class Replay(NamedTuple):
+class ExpertReplay(NamedTuple):
     """`shape`: (layers, experts a token, experts) of a model whose experts are watched. `sampled`:
     those of sampled tokens are repeated; `prompts`: those of the others too."""
 
@@ -44,7 +44,7 @@ class Replay(NamedTuple):
 
 def replay_of(
     model: nn.Module, training: LearningSection, kv_bits: int | None, *, watches: bool = True
-) -> Replay:
+) -> ExpertReplay:
     """Prepare the model of a trainer. Raises ConfigError: [rl_training] wants experts repeated that
     cannot be."""
     setting = "off" if training.learns_from_rows else training.router_replay
@@ -55,9 +55,9 @@ def replay_of(
                 "rl_training.router_replay_prompts = true, but this model has no experts that can"
                 " be repeated: leave it out"
             )
-        return Replay()
+        return ExpertReplay()
     sampled = is_repeated(model, training, kv_bits)
-    return Replay(shape, sampled, sampled and training.router_replay_prompts)
+    return ExpertReplay(shape, sampled, sampled and training.router_replay_prompts)
 
 
 def is_repeated(model: nn.Module, training: LearningSection, kv_bits: int | None) -> bool:
@@ -85,7 +85,7 @@ def recorded_for(model: nn.Module, training: LearningSection) -> frozenset[str]:
     """Prepare a model that is served, and return names of what a trainer that is attached later may
     repeat."""
     wanted = training.router_replay != "off" and watched_experts(model, "off") is not None
-    return Replay(sampled=wanted).recorded
+    return ExpertReplay(sampled=wanted).recorded
 
 
 def watched_experts(
