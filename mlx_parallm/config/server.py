@@ -139,11 +139,6 @@ class ServerConfig(Section):
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether answers have what companions recorded, also if a request does not ask for it."""
-        return self.enable_return_routed_experts
-
     @model_validator(mode="after")
     def _layout_fits(self) -> "ServerConfig":
         if self.record_prompt_experts and not self.enable_return_routed_experts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.engine.companions.companion import Carried, SequenceRecord, joined_records
+from mlx_parallm.engine.companions.companion import Carried, SequenceRecord
 from mlx_parallm.engine.companions.recorded import Piece, RecordedPrompt, pieces_between
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
@@ -184,7 +184,12 @@ class Sequence:
 
     def recorded_since(self, start: int) -> dict[str, Any]:
         """Return what its records say of the sampled tokens from `start` on."""
-        return joined_records(self.records, self.recorded_prompt, start)
+        fields: dict[str, Any] = {}
+        prompt = None if start else self.recorded_prompt  # goes with the first token
+        for column, record in enumerate(self.records):
+            parts = () if prompt is None else prompt.joined(column, record.token_bytes)
+            fields |= record.fields(start, parts)
+        return fields
 
     def recorded_between(self, start: int, stop: int) -> tuple[Piece, ...]:
         """Return what is recorded of these positions of prompt and output; (): its prompt is

@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from mlx_parallm.engine.companions.recorded import RecordedPrompt
 from mlx_parallm.types import Request
 
 if TYPE_CHECKING:
@@ -167,18 +166,3 @@ class EngineCompanions:
     def keep_only(self, adapters: Collection[int], base_serial: int) -> None:
         for each in self.all:
             each.keep_only(adapters, base_serial)
-
-
-NO_COMPANIONS = EngineCompanions()
-
-
-def joined_records(
-    records: SequenceOf[SequenceRecord], prompt: RecordedPrompt | None, since: int
-) -> Any:
-    """Return the fields of all records, of the tokens from `since` on; the prompt's with the first
-    token."""
-    fields: dict[str, Any] = {}
-    for column, record in enumerate(records):
-        parts = () if since or prompt is None else prompt.joined(column, record.token_bytes)
-        fields |= record.fields(since, parts)
-    return fields

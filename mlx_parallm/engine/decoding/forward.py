@@ -17,7 +17,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.companions.companion import (
-    NO_COMPANIONS,
     Carried,
     EngineCompanions,
     Text,
@@ -54,9 +53,7 @@ class ForwardContext:
         companions: of the texts.
     """
 
-    def __init__(
-        self, model: nn.Module, lora: LoraContext, companions: EngineCompanions = NO_COMPANIONS
-    ) -> None:
+    def __init__(self, model: nn.Module, lora: LoraContext, companions: EngineCompanions) -> None:
         self.model, self.companions = model, companions
         self._lora, self._reader = lora, companions.reader
 

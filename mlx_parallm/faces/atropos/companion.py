@@ -12,15 +12,10 @@ from mlx_parallm.server.protocol.fields import ListOf
 GIVEN = -100  # the label of a token that is not trained on
 Integers = ListOf[ListOf[int]]
 _T = TypeVar("_T")
-
-
-def absent(value: Any) -> Any:
-    """Return None for a field that is missing: BaseEnv.collect_trajectories sends [] for one that
-    none of its items has."""
-    return None if value == [] else value
-
-
-Optional = Annotated[ListOf[_T] | None, BeforeValidator(absent)]
+Optional = Annotated[
+    ListOf[_T] | None, BeforeValidator(lambda value: None if value == [] else value)
+]
+"""A field that may be missing: BaseEnv.collect_trajectories sends [] for one that no item has."""
 
 
 class SentSequences(BaseModel):
@@ -30,7 +25,7 @@ class SentSequences(BaseModel):
     """Fields of companions that atroposlib does not have."""
     tokens: Integers
     masks: Integers
-    messages: ListOf[ListOf[dict[str, Any]]] | None = None
+    messages: Optional[ListOf[dict[str, Any]]] = None
 
     def columns(self) -> dict[str, Sequence[Any] | None]:
         """Return the companions' fields by name, an entry a sequence each."""

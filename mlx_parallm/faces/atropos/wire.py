@@ -34,7 +34,7 @@ from pydantic import NonNegativeInt, ValidationError, field_validator
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.prompt_images import ImageReader
-from mlx_parallm.faces.atropos.companion import GIVEN, Integers, SentSequences, absent
+from mlx_parallm.faces.atropos.companion import GIVEN, Integers, Optional, SentSequences
 from mlx_parallm.faces.atropos.routing import SentExperts
 from mlx_parallm.faces.atropos.sent_images import SentImages, refuse_other_media, without_pictures
 from mlx_parallm.rollout_store.checks import GREEDY
@@ -67,20 +67,20 @@ class ScoredData(SentImages, SentExperts):
     fields of ours."""
 
     scores: ListOf[float | None]
-    advantages: Numbers | None = None
-    ref_logprobs: Numbers | None = None
+    advantages: Optional[ListOf[float]] = None
+    ref_logprobs: Optional[ListOf[float]] = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: Numbers | None = None
-    overrides: ListOf[dict[str, Any]] | None = None
+    inference_logprobs: Optional[ListOf[float]] = None
+    overrides: Optional[dict[str, Any]] = None
     group_overrides: dict[str, Any] | None = None
     env_id: NonNegativeInt | None = None
-    distill_token_ids: ListOf[Integers] | None = None
-    distill_logprobs: ListOf[Numbers] | None = None
+    distill_token_ids: Optional[Integers] = None
+    distill_logprobs: Optional[Numbers] = None
     group_id: str | None = None
     environment: str | None = None
-    policy_versions: Integers | None = None
-    episodes: ListOf[int] | None = None
-    turn_rewards: Numbers | None = None
+    policy_versions: Optional[ListOf[int]] = None
+    episodes: Optional[int] = None
+    turn_rewards: Optional[ListOf[float]] = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -94,23 +94,6 @@ class ScoredData(SentImages, SentExperts):
         if not complete:
             raise ValueError("Message must have 'role' and 'content' fields")
         return value
-
-    @field_validator(
-        "advantages",
-        "ref_logprobs",
-        "messages",
-        "inference_logprobs",
-        "overrides",
-        "distill_token_ids",
-        "distill_logprobs",
-        "policy_versions",
-        "episodes",
-        "turn_rewards",
-        mode="before",
-    )
-    @classmethod
-    def _absent(cls, value: Any) -> Any:
-        return absent(value)
 
 
 OUR_FIELDS = (

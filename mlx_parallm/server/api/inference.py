@@ -130,11 +130,12 @@ class _TokensResponse(ResponseBuilder):
             scores = prompt_logprob_entries(
                 self._reader(), output.prompt_token_ids, output.prompt_logprobs
             )
-        always = self.context.deps.config.gives_back
         choices = [
             self._choice(completion)
             | {"weight_versions": version_spans(completion.policy_versions)}
-            | self._body.given_back(completion, len(output.prompt_token_ids), always=always)
+            | self._body.given_back(
+                completion, len(output.prompt_token_ids), server=self.context.deps.config
+            )
             for completion in output.completions
         ]
         return {"choices": choices, "prompt_logprobs": scores}

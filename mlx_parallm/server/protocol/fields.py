@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from mlx_parallm.config.accepted import Accepted
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Completion, SamplingParams, Structure
@@ -138,9 +139,9 @@ class CompanionFields(BaseModel):
         """Raises RequestError: a stream does not give back what is asked for."""
 
     def given_back(
-        self, completion: Completion, prompt_tokens: int, *, always: bool = False
+        self, completion: Completion, prompt_tokens: int, *, server: ServerConfig | None = None
     ) -> dict[str, Any]:
-        """Return fields of a choice; `always`: if it was recorded, also without being asked. Raises
+        """Return fields of a choice; `server`: has what is given back without being asked. Raises
         RequestError: it was not recorded."""
         return {}
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 from pydantic import BaseModel, Field, model_validator
 
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.fields import CompanionFields
 from mlx_parallm.types import Completion, PromptExperts, RoutedExperts
@@ -48,9 +49,10 @@ class ExpertFields(CompanionFields):
             raise RequestError(f"{FIELD!r} is not available when stream = true", param=FIELD)
 
     def given_back(
-        self, completion: Completion, prompt_tokens: int, *, always: bool = False
+        self, completion: Completion, prompt_tokens: int, *, server: ServerConfig | None = None
     ) -> dict[str, Any]:
-        fields = super().given_back(completion, prompt_tokens, always=always)
+        fields = super().given_back(completion, prompt_tokens, server=server)
+        always = server is not None and server.enable_return_routed_experts
         if not (always or self.return_routed_experts):
             return fields
         if (recorded := completion.routed_experts) is not None:
