@@ -47,6 +47,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its 
     "rollout_store.images": "a companion is a file",
     "engine.companions.makers": "the list of companions",
     "faces.atropos.routing": "a companion is a file",
+    "runs.dashboard.images": "a companion is a file",
     "engine.companions.request_images": "checks know no MLX, which the companion itself needs",
     "engine.companions.routing": "a companion is a file",
     "rl_training.plan.companions": "the list of companions",

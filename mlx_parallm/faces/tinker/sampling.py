@@ -241,7 +241,7 @@ def _completed(line: Completions, promise: Promise) -> None:
 
 
 def _prompt(body: SampleBody) -> tuple[int, ...]:
-    """Raises RequestError: an image, audio."""
+    """Raises RequestError: a part that is no text."""
     tokens: list[int] = []
     for chunk in body.prompt.chunks:
         if chunk.tokens is None:

@@ -5,24 +5,19 @@ file and a row of it: the file is another one after a rollback or a resume has c
 page gets everything again.
 """
 
-import base64
-import io
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import groupby
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.config.server import cache_directory
-from mlx_parallm.environments.row_images import IMAGES
 from mlx_parallm.errors import (
     CheckpointError,
     ParallmError,
@@ -30,53 +25,16 @@ from mlx_parallm.errors import (
     RequestError,
     StoreError,
 )
-from mlx_parallm.execution.prompt_images import stored_digest
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.runs.compare import differing, settings_of
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
+from mlx_parallm.runs.dashboard.images import thumbnails
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
 from mlx_parallm.runs.run import Run, open_run
-from mlx_parallm.system.packages import is_installed
 from mlx_parallm.system.patterns import Pattern, PatternError
 from mlx_parallm.system.redaction import Redactor
-
-THUMBNAIL_SIDE = 192  # pixels at most
-MOST_THUMBNAILS = 32  # in one response
-MOST_PIXELS = 40_000_000
-KEPT_THUMBNAILS = 256
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-
-
-def thumbnails(names: Iterable[str]) -> dict[str, str]:
-    """Return name → data URL of the first images; those that cannot be shown are left out. The
-    page's own requests carry a key, which an address of an image could not."""
-    if not is_installed("PIL"):
-        return {}
-    shown = ((name, _thumbnail(name)) for name in [*dict.fromkeys(names)][:MOST_THUMBNAILS])
-    return {name: url for name, url in shown if url}
-
-
-@lru_cache(KEPT_THUMBNAILS)
-def _thumbnail(name: str) -> str:
-    """Return "" for an image that is gone, too large, or damaged: the page says its name."""
-    from PIL import Image
-
-    try:
-        digest = stored_digest(name)
-        with Image.open(cache_directory(IMAGES) / digest, formats=IMAGE_FORMATS) as picture:
-            if picture.width * picture.height > MOST_PIXELS:
-                return ""
-            picture.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            small = picture.convert("RGB")
-        small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-        file = io.BytesIO()
-        small.save(file, "PNG")
-    except (OSError, ValueError, SyntaxError, ArithmeticError, Image.DecompressionBombError):
-        return ""
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
 
 MOST_NUMBERS = 24_000
 """Most points of one answer about metrics: some 200 kB."""
@@ -424,7 +382,7 @@ class RunView:
                 cut(rollout[key], most) for key in ("prompt", "completion")
             )
         rewards = [rollout["reward"] for rollout in rollouts]
-        group["thumbnails"] = thumbnails(name for each in rollouts for name in each["images"])
+        group["thumbnails"] = thumbnails(rollouts)
         return self._shown(group | _rewards(rewards))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
@@ -465,7 +423,7 @@ class RunView:
                 "mask": mask,
                 "versions": [version if version >= 0 else None for version in versions[window]],
                 "values": {"logprobs": sampled or None} | _token_values(kept, window),
-                "thumbnails": thumbnails(group["rollouts"][0]["images"]),
+                "thumbnails": thumbnails(group["rollouts"][:1]),
             }
         )
 
