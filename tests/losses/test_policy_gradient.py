@@ -99,6 +99,11 @@ PRINTED: list[tuple[str, dict[str, Any], float, tuple[float, float], tuple[float
         *("two_sided", DAPO | {"ratio_delta": 1.1, "aggregation": "sequence"}, 1),
         *((-0.000901, 0.100332), (0.036769, 0.057635)),
     ),
+    ("vespo", {}, 1, (-0.087472, 0.153237), (-0.060933, 0.147894)),  # TRL 1.16
+    # TRL 1.16, experimental; GMPO's mean is over sequences
+    ("gmpo", {"aggregation": "sequence"}, 1, (-0.016057, 0.152533), (0.060277, 0.092123)),
+    # TRL's off_policy_mask_threshold
+    ("clip", DAPO | {"off_policy_mask": 0.1}, 1, (0.051254, 0.158295), (0.130669, 0.172623)),
     ("dppo", {}, 1, (0.051276, 0.158292), (0.336246, 0.193382)),  # prime-rl
     ("dppo", {"dppo_low": 0.05, "dppo_high": 0.05}, 1, (0.082188, 0.136114), (0.336246, 0.193382)),
     # Tinker: the sum of 20 tokens

@@ -149,7 +149,8 @@ def test_names_of_the_tables_are_trls() -> None:
         ({"num_generation": 4}, "did you mean 'num_generations'"),
         ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
         ({"temperature": -1.0}, "temperature"),
-        ({"loss_type": "vespo"}, 'importance_sampling_level="sequence"'),
+        ({"loss_type": "vespo", "delta": 2.0}, "delta is a bound of the clipped loss"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, '"gdpo"'),
         ({"loss_type": "cispo"}, "epsilon_high"),
         ({"scale_rewards": "batch"}, "an advantage here is of one group"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_ratio"),
@@ -337,6 +338,10 @@ def test_a_grpo_configuration() -> None:
         (
             {"loss_type": "sapo"},
             {"loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
+        ),
+        (
+            {"loss_type": "vespo", "off_policy_mask_threshold": 0.5},
+            {"loss": "vespo", "loss_aggregation": "token", "off_policy_mask": 0.5},
         ),
         ({"delta": 2.5}, {"loss": "two_sided", "ratio_delta": 2.5}),
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
@@ -562,6 +567,7 @@ def test_rows_come_as_lists_and_data_sets() -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     **{
+        "off_policy_mask_threshold": 0.5,
         "output_dir": "elsewhere",
         "lr_scheduler_type": "cosine",
         "warmup_steps": 7,
@@ -638,6 +644,11 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     },
     **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
     **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    **{
+        f"vespo_{name}_{sign}": {"loss_type": "vespo"}
+        for name in ("k", "lambda")
+        for sign in ("pos", "neg")
+    },
     **{
         name: {"teacher_model_name_or_path": "/teacher"}
         for name in ("teacher_model_init_kwargs", "teacher_model_revision")

@@ -276,9 +276,22 @@ class GRPOConfig(SampledConfig):
     """sapo: steepness of the gate for positive advantages."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
     """sapo: steepness of the gate for negative advantages."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """vespo: power of the sequence's ratio in its weight, for positive advantages."""
+    vespo_lambda_pos: float = Field(3.0, ge=0)
+    """vespo: decay of that weight, for positive advantages."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """vespo: the power for negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, ge=0)
+    """vespo: the decay for negative advantages."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Leave completions with a negative advantage out whose mean log(sampler / policy) is above
+    this, in nats (DeepSeek-V3.2)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """A ratio for each token, or for each sequence (GSPO)."""
-    loss_type: Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"] = "dapo"
+    loss_type: Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"] = (
+        "dapo"
+    )
     """How the tokens' losses become one number, and which loss it is."""
     scale_rewards: bool | Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards; False or "none": do
@@ -306,7 +319,7 @@ class GRPOConfig(SampledConfig):
             raise ValueError(
                 "loss_type='cispo' clips the ratio at epsilon_high itself: 5.0 is usual"
             )
-        if self.delta is not None and self.loss_type in ("cispo", "sapo"):
+        if self.delta is not None and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(
                 "delta is a bound of the clipped loss:"
                 f" loss_type={self.loss_type!r} does not read it"

@@ -125,6 +125,11 @@ HOW: Mapping[str, str] = {
     "delta": '`rl_training.loss = "two_sided"`, `rl_training.ratio_delta`',
     "sapo_temperature_pos": "`rl_training.sapo_tau_positive`",
     "sapo_temperature_neg": "`rl_training.sapo_tau_negative`",
+    "vespo_k_pos": "`rl_training.vespo_k_positive`",
+    "vespo_lambda_pos": "`rl_training.vespo_lambda_positive`",
+    "vespo_k_neg": "`rl_training.vespo_k_negative`",
+    "vespo_lambda_neg": "`rl_training.vespo_lambda_negative`",
+    "off_policy_mask_threshold": "`rl_training.off_policy_mask`",
     "loss_type": (
         "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type`"
         " (DPO), `.kto_loss` (KTO),"
@@ -148,7 +153,7 @@ HOW: Mapping[str, str] = {
 }
 
 AGGREGATION = {
-    **dict.fromkeys(("dapo", "bnpo", "cispo"), "token"),
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), "token"),
     **dict.fromkeys(("grpo", "sapo"), "sequence"),
     "dr_grpo": "constant",
     "luspo": "sequence_sum",
@@ -496,12 +501,22 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
             "sapo_tau_negative": args.sapo_temperature_neg,
         }
         bounds = {"loss": "sapo", **taus}
+    elif args.loss_type == "vespo":
+        bounds = {
+            "loss": "vespo",
+            "vespo_k_positive": args.vespo_k_pos,
+            "vespo_lambda_positive": args.vespo_lambda_pos,
+            "vespo_k_negative": args.vespo_k_neg,
+            "vespo_lambda_negative": args.vespo_lambda_neg,
+        }
     elif args.delta is not None:
         bounds |= {"loss": "two_sided", "ratio_delta": args.delta}
     bounds |= {
         "loss_aggregation": AGGREGATION[args.loss_type],
-        "ratio_level": args.importance_sampling_level,
+        "off_policy_mask": args.off_policy_mask_threshold,
     }
+    if args.loss_type != "vespo":  # its ratio is a sequence's
+        bounds["ratio_level"] = args.importance_sampling_level
     if args.loss_type == "dr_grpo":
         bounds["constant_length"] = args.max_completion_length
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
