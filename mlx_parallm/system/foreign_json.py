@@ -48,9 +48,9 @@ _DRAFTS: tuple[Any, ...] = (None, jsonschema_rs.Draft7Validator, jsonschema_rs.D
 class TooDeepError(ValueError):
     """Lists and objects lie too deeply inside one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, deepest: int = MAX_DEPTH) -> None:
         super().__init__(
-            f"nested too deeply: at most {MAX_DEPTH} lists and objects in one another are read"
+            f"nested too deeply: at most {deepest} lists and objects in one another are read"
         )
 
 
@@ -62,24 +62,28 @@ def read_json(
     text: bytes | str,
     *,
     most: int = MAX_CONTAINERS,
+    deepest: int = MAX_DEPTH,
     constant: Callable[[str], Any] | None = None,
+    number: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return the value of a JSON text.
 
     Args:
         most: lists and objects that it may hold.
+        deepest: lists and objects that may lie inside one another.
         constant: reads NaN, Infinity and -Infinity; None: as Python's numbers.
+        number: reads numbers with a point or an exponent; None: as Python's.
 
     Raises ValueError: no UTF-8, no JSON; TooDeepError; TooManyContainersError. One line each.
     """
     check_containers(text, most)
     try:
         decoded = text if isinstance(text, str) else text.decode()
-        value = json.loads(decoded, parse_constant=constant)
+        value = json.loads(decoded, parse_constant=constant, parse_float=number)
     except RecursionError:
-        raise TooDeepError from None
-    if _containers(text) > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
-        raise TooDeepError
+        raise TooDeepError(deepest) from None
+    if _containers(text) > deepest and deeper_than(value, deepest):
+        raise TooDeepError(deepest)
     return value
 
 

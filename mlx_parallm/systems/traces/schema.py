@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -23,14 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import bounded_lines
-from mlx_parallm.system.foreign_json import check_containers
+from mlx_parallm.system.foreign_json import TooDeepError, read_json
 
 SCHEMA_VERSION = "ATIF-v1.8"
 LONGEST_LINE = 256 << 20  # bytes of a log's line, or of a log that is one JSON text
 MOST_CONTAINERS = 4 << 20  # lists and objects of it: they take twenty times their room
 DEEPEST = 100  # levels of foreign JSON: more is not a log, and would break what walks through it
-_LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
-_LARGE = re.compile(_LARGE_TEXT.pattern.encode())
+_LARGE = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
 WORDS: dict[str, list[str]] = tomllib.loads(
     files(__package__).joinpath("words.toml").read_text(encoding="utf-8")
 )
@@ -416,24 +414,15 @@ def parse_json(text: str | bytes) -> Any:
     Raises ValueError: it is not JSON, holds NaN or a number beyond float64, is nested deeper than
     `DEEPEST`, or has so many lists and objects that they would fill the memory.
     """
-    check_containers(text, MOST_CONTAINERS)
-    is_large = (_LARGE if isinstance(text, bytes) else _LARGE_TEXT).search(text)  # type: ignore[arg-type]
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    number = _finite if _LARGE.search(text) else None
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite if is_large else None)
-    except RecursionError as error:
-        raise ValueError(f"nested deeper than {DEEPEST} levels") from error
-    level, depth = [item for item in [value] if isinstance(item, dict | list)], 0
-    opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(map(text.count, opening)) <= DEEPEST:  # type: ignore[arg-type]
-        return value
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(f"nested deeper than {DEEPEST} levels")
-        inner = chain.from_iterable(
-            item.values() if isinstance(item, dict) else item for item in level
+        return read_json(
+            text, most=MOST_CONTAINERS, deepest=DEEPEST, constant=_finite, number=number
         )
-        level, depth = [item for item in inner if isinstance(item, dict | list)], depth + 1
-    return value
+    except TooDeepError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
 
 
 def _finite(text: str) -> float:
