@@ -497,7 +497,6 @@ BUILT_PATTERNS = {
     "mlx_parallm/system/device/faults.py": "of the table's own texts",
     "mlx_parallm/models/adapters/peft.py": "of the names of PEFT's files",
     "mlx_parallm/systems/traces/privacy.py": "of the home's name, escaped",
-    "mlx_parallm/systems/traces/schema.py": "of the pattern above it",
 }
 
 
