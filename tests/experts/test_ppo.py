@@ -69,6 +69,19 @@ class RecallTask:
         )
 
 
+class UnsureTask(RecallTask):
+    """Its reward or its observation is NaN in one of its steps."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(2)
+        self._part = part
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        step = super().step(actions)
+        getattr(step, self._part)[0] = np.nan if self._second else 0
+        return step
+
+
 def expert_for(task: object, kind: str = "gru", hidden_dim: int = 16) -> RNNExpertBase:
     discrete = task.num_actions > 0  # type: ignore[attr-defined]
     config = ExpertConfig(
@@ -83,6 +96,14 @@ def expert_for(task: object, kind: str = "gru", hidden_dim: int = 16) -> RNNExpe
         action_high=task.action_high,  # type: ignore[attr-defined]
     )
     return make_expert(kind, config)
+
+
+@pytest.mark.parametrize("part", ["rewards", "observations"])
+def test_what_is_no_number_is_not_learned_from(part: str) -> None:
+    task = UnsureTask(part)
+    ppo = RecurrentPPO(expert_for(task), task, RecurrentPPOConfig(horizon=4))
+    with pytest.raises(ConfigError, match=part):
+        ppo.collect()
 
 
 def test_pieces_of_episodes_and_their_advantages() -> None:

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_client import ToolResult
+from mlx_parallm.execution.tool_client import ToolClient, ToolResult
+from mlx_parallm.systems.experts import ExpertRegistry
+from mlx_parallm.systems.orchestrator import Orchestrator, OrchestratorConfig
+from mlx_parallm.systems.orchestrator.environment import outcome
 from mlx_parallm.systems.orchestrator.reward import (
     CallRecord,
     HybridTask,
@@ -44,6 +47,18 @@ def solve(text: str = "42", error: Any = None) -> CallRecord:
 
 def final(played: Played, config: RewardConfig | None = None, *, timed_out: bool = False) -> float:
     return final_reward(config or RewardConfig(), played, timed_out=timed_out)
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_an_episode_that_its_task_function_cannot_score_has_no_score(nothing: Any) -> None:
+    config = RewardConfig(task_rewards={"math": lambda episode: nothing})
+    played = Played(HybridTask("6*7?", {"expected_answer": 42}, type="math"), "42")
+    assert math.isnan(final(played, config)) and math.isnan(final(played, config, timed_out=True))
+    with ToolClient() as tools:
+        orchestrator = Orchestrator(OrchestratorConfig(rewards=config), ExpertRegistry(), tools)
+        orchestrator.reset(played.task)
+        orchestrator.step("ANSWER: 42")
+    assert outcome(orchestrator)["reward"] is None and outcome(orchestrator)["solved"] is True
 
 
 def test_the_end_of_a_sum() -> None:

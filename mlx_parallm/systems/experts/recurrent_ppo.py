@@ -411,6 +411,11 @@ class RecurrentPPO:
             self._state = mx.where(alive, self._memory(output.hidden), 0.0)
             self._observations = step.observations
         columns = Columns(first_state, *(np.stack(column) for column in zip(*kept, strict=True)))
+        for name in ("rewards", "observations"):
+            if not np.isfinite(getattr(columns, name)).all():
+                raise ConfigError(
+                    f"PPO: {type(task).__name__}.step gave {name} that are NaN or infinite"
+                )
         behind, terminated = (np.stack(column) for column in zip(*cuts, strict=True))
         last = np.array(expert.step(mx.array(self._observations), self._state, key=self._key).value)
         behind[-1] += config.gamma * np.where(columns.ended[-1], 0.0, last)

@@ -46,7 +46,7 @@ from mlx_parallm.systems.orchestrator.orchestrator import (
 from mlx_parallm.systems.orchestrator.reward import TASK_REWARDS, HybridTask, RewardConfig
 from mlx_parallm.systems.orchestrator.routes import ServedPlanner, hybrid_router
 from mlx_parallm.systems.orchestrator.task_pools import DEFAULT_TASKS, task_source
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import Trajectory, has_score
 
 log = get_logger("hybrid")
 
@@ -256,7 +256,7 @@ class HybridEnvironment(BaseEnvironment):
 def outcome(orchestrator: Orchestrator) -> dict[str, Any]:
     """Return what rewards and the store read of an episode that goes no further, as JSON."""
     return {
-        "reward": orchestrator.reward_if_ended,
+        "reward": reward if has_score(reward := orchestrator.reward_if_ended) else None,
         "solved": orchestrator.solved,
         "answer_text": orchestrator.answer,
         "steps": orchestrator.steps,

@@ -133,7 +133,8 @@ class EpisodeView(Protocol):
     def calls(self) -> Sequence[CallRecord]: ...
 
 
-TaskReward = Callable[[EpisodeView], float]
+TaskReward = Callable[[EpisodeView], float | None]
+"""None, or NaN: it cannot tell, and the episode has no score."""
 
 
 def math_reward(episode: EpisodeView) -> float:
@@ -223,10 +224,11 @@ def step_reward(
 
 def final_reward(config: RewardConfig, episode: EpisodeView, *, timed_out: bool) -> float:
     """Return what the end adds: the answer or the time-out, the task function, bonuses, violated
-    constraints."""
+    constraints. NaN where the task function gives no score."""
     reward = config.timeout_penalty if timed_out else answer_reward(config, episode)
     if episode.task.type in config.task_rewards:
-        reward += float(config.task_rewards[episode.task.type](episode))
+        score = config.task_rewards[episode.task.type](episode)
+        reward += math.nan if score is None else float(score)
     if is_solved(config, episode):
         own_calls = sum(not call.expert for call in episode.calls)
         reward += config.fast_completion_bonus if episode.steps < config.fast_steps else 0.0
