@@ -10,6 +10,7 @@ but the turn counts), `terminated` and `truncated`.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,8 +155,10 @@ class GymnasiumEnvironment(BaseEnvironment):
             )
             state.taken.append(action)
             metadata["actions"].append(_plain(action))
-            metadata["return"] += float(reward)
-            metadata["rewards"].append(float(reward))
+            # without one the episode has no score
+            number = math.nan if reward is None else float(reward)
+            metadata["return"] += number
+            metadata["rewards"].append(number)
             shown = self._shown(state, observation)
         state.done = bool(
             metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps

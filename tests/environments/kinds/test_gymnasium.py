@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import string
 import threading
 
@@ -14,7 +15,7 @@ from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.types import Rollout, Trajectory
+from mlx_parallm.types import Rollout, Trajectory, has_score
 from tests.environments.scripted_client import ScriptedClient
 from tests.environments.speaking import Says, play
 
@@ -361,3 +362,19 @@ def test_an_observation_is_shown_as_it_is_or_refused_in_one_line(shown, text) ->
         assert text in str(refused.value)
     else:
         assert text in environment.reset(index=0).prompt[-1]["content"]
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_a_step_without_a_reward_leaves_the_episode_without_a_score(nothing) -> None:
+    class Silent(Echo):
+        def step(self, action):
+            return "no", nothing, True, False, {}
+
+    if "Silent-v0" in gymnasium.registry:
+        del gymnasium.registry["Silent-v0"]
+    gymnasium.register("Silent-v0", entry_point=Silent, disable_env_checker=True)
+    environment = GymnasiumEnvironment(None, "Silent-v0", observation_text="{observation}")
+    state = environment.update_state(environment.reset(index=0), "hm")
+    rollout = Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 0), 1.0, {})
+    [score] = episode_return([Trajectory("hm", rollout, metadata=state.metadata)])
+    assert not has_score(score)
