@@ -182,11 +182,17 @@ def test_transformers_renders_the_same(name: str) -> None:
 
 def test_a_final_message_that_is_continued_keeps_its_white_space() -> None:
     trims = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
-    for prefill in ("{\n  ", "OK!\n", "  x", " \n x \n", "x"):
+    edits = (" | trim", "", ".lstrip('\\n')", ".strip('\\n')")
+    for prefill in ("{\n  ", "OK!\n", "  x", " \n x \n", "x", "\n", "\nx", "\n  x", "\n\nx", ""):
         chat = [USER, {"role": "assistant", "content": prefill}]
-        for template in (trims, trims.replace(" | trim", "")):
-            text = with_template(template).render_chat_text(chat, continue_final_message=True)
-            assert text == f"[user]{USER['content']}[assistant]{prefill}", repr(prefill)
+        for edit in edits:
+            for end in ("", "\n"):  # the template's own, before the message
+                template = trims.replace(" | trim", edit).replace(
+                    "]{{ m.content", f"]{end}{{{{ m.content"
+                )
+                text = with_template(template).render_chat_text(chat, continue_final_message=True)
+                asked = f"[user]{end}{USER['content']}"
+                assert text == f"{asked}[assistant]{end}{prefill}", (template, prefill)
 
 
 def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:

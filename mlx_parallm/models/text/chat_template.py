@@ -51,32 +51,35 @@ def render_template(
     """
     variables = _plain(variables)
     chat = _as_template_reads(source, messages, variables)
-    final = _mark_end(chat[-1]) if continue_final_message else ""
+    if continue_final_message:
+        return _continued(source, chat, variables)
+    return str(_compiled(source).render({**variables, "messages": chat}))
+
+
+def _continued(source: str, chat: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Render up to the end of the last message, which keeps its white space where the template
+    trims it.
+
+    Raises RequestError: the template does not show the message."""
+    holder, key = _last_text(chat[-1])
+    final = str(holder[key])
+    begun = final.lstrip()  # white space before it may look like the template's own
+    holder[key] = begun + CONTINUED
     text = str(_compiled(source).render({**variables, "messages": chat}))
-    if not continue_final_message:
-        return text
-    end = text.rfind(CONTINUED.strip())
-    shown = text[: max(end, 0)]
-    if shown.endswith(final):
-        return shown
-    # the template trims messages, but the continued one stays as it is
-    if end < 0 or not shown.endswith(final.lstrip()):
+    shown = text[: max(text.rfind(CONTINUED.strip()), 0)]
+    if not shown or not shown.endswith(begun):
         raise RequestError(
             "the chat template does not show the message to continue", param="messages"
         )
-    return shown.removesuffix(final.lstrip()) + final
+    return shown.removesuffix(begun) + final
 
 
-def _mark_end(message: dict[str, Any]) -> str:
-    """Put CONTINUED behind the last text of a message, and return that text."""
+def _last_text(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what holds the last text of a message, and its key."""
     content = message["content"]
     if isinstance(content, str):
-        message["content"] = content + CONTINUED
-        return content
-    part = next(part for part in reversed(content) if "text" in part)
-    text = str(part["text"])
-    part["text"] = text + CONTINUED
-    return text
+        return message, "content"
+    return next(part for part in reversed(content) if "text" in part), "text"
 
 
 def _as_template_reads(
