@@ -79,7 +79,7 @@ class EnvironmentConfig(Section):
     max_tokens: int = Field(256, ge=1)
     """Longest completion of one turn."""
     stop: tuple[str, ...] = ()
-    """Stop strings."""
+    """Stop strings. They count behind an answer's reasoning."""
     system_prompt: str | None = None
     """System message before the task's own messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -51,6 +51,8 @@ class GrammarTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def hides(self, marker: str) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
@@ -112,6 +114,17 @@ def thinking_after(tokenizer: GrammarTokenizer, prompt_token_ids: Sequence[int])
     if tail.rstrip().endswith(markers[1]):
         return None
     return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
+
+
+def shown_reasoning(
+    tokenizer: GrammarTokenizer, thinking: Thinking | None, *, skips: bool
+) -> tuple[str, str] | None:
+    """Return the markers of the reasoning that an answer may begin with
+    (`SamplingParams.reasoning`); None: it has none, or its text does not show them. `skips`: it
+    shows no special tokens."""
+    if thinking is None or (skips and any(map(tokenizer.hides, thinking.markers))):
+        return None
+    return ("" if thinking.opened else thinking.markers[0], thinking.markers[1])
 
 
 def required_calls(

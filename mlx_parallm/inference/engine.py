@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
     failure_of,
 )
+from mlx_parallm.execution.answer_grammar import shown_reasoning, thinking_after
 from mlx_parallm.execution.prompt_images import carried_with, digests
 from mlx_parallm.execution.tool_calls import (
     own_format,
@@ -179,10 +180,15 @@ class EngineBackend:
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
+        params = SamplingParams(**sampling)
+        if params.stop and prompt.chat:  # they count behind the reasoning
+            tokenizer, skips = self._tokenizer, params.skip_special_tokens
+            reasoning = shown_reasoning(tokenizer, thinking_after(tokenizer, tokens), skips=skips)
+            params = replace(params, reasoning=reasoning)
         return Request(
             _id(),
             tokens,
-            SamplingParams(**sampling),
+            params,
             self.adapter,
             opens_text=prompt.chat or self._tokenizer.opens_text(tokens),
             **prompt.carried,

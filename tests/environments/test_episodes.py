@@ -18,6 +18,7 @@ from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import Structure
 from tests.environments.scripted_client import ScriptedClient, finished
 from tests.environments.templates import QWEN3, with_template
+from tests.server.scripted_answers import HERMES_TEMPLATE, tokenizer_with
 from tests.soak.faulty_evaluations import TEXTS, raise_as_mlx
 
 
@@ -95,6 +96,20 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
     assert group.sampled_versions == (6,) * sum(
         rollout.sampled_tokens for rollout in group.rollouts
     )
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_stop_strings_count_behind_the_reasoning_as_in_serving(tmp_path, thinks):
+    tokens = {"<think>": False, "</think>": False}
+    tokenizer = tokenizer_with(tmp_path, tokens, chat_template=HERMES_TEMPLATE)
+    assert tokenizer.think_markers == ("<think>", "</think>")
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    options = {"template_kwargs": {"enable_thinking": thinks}}
+    await runner(tokenizer, client, **options).run([plan(source(stop=("Question:",)))])
+    start = "" if thinks else "<think>"  # the prompt has opened it, or may not
+    assert client.requests[0].params.reasoning == (start, "</think>")
+    await runner(tokenizer, client, **options).run([plan(source())])
+    assert client.requests[1].params.reasoning is None  # nothing to look for
 
 
 async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,21 @@ def test_tools_in_the_models_own_format(hermes: Any) -> None:
         with pytest.raises(RequestError, match="available_tools is empty"):
             inference.batch_generate_with_tools("a", [])
         assert len(engine.asked) == asked
+
+
+def test_stop_strings_and_calls_count_behind_the_reasoning(tmp_path: Path) -> None:
+    tokens = {"<think>": False, "</think>": False, "<tool_call>": True, "</tool_call>": True}
+    thinker = tokenizer_with(tmp_path, tokens, chat_template=HERMES_TEMPLATE)
+    engine = ScriptedEngine(thinker)  # type: ignore[arg-type]
+    draft = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    engine.texts = (f"{draft}? no</think>{draft.replace('Bonn', 'Köln')}",)
+    with InferenceModule.over(engine, thinker) as inference:  # type: ignore[arg-type]
+        chat = [{"role": "user", "content": "Rain?"}]
+        [_], [[call]] = inference.batch_generate_with_tools([chat], ["weather"], stop="? no")
+        assert call.arguments == {"city": "Köln"}
+        assert engine.asked[-1].params.reasoning == ("", "</think>")
+        inference.generate(["Rain?"], stop="x")  # a text is no chat
+        assert engine.asked[-1].params.reasoning is None
 
 
 async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens(

@@ -15,6 +15,7 @@ from mlx_parallm.execution.answer_grammar import (
     answer_grammar,
     arguments_schema,
     forced_format,
+    shown_reasoning,
     thinking_after,
     tool_format,
 )
@@ -88,7 +89,7 @@ async def answer_chat(
         params,
         skip_special_tokens=skips,
         structure=plan.structure,
-        reasoning=_shown_reasoning(context, plan, skips=skips),
+        reasoning=shown_reasoning(context.tokenizer, plan.thinking, skips=skips),
     )
     check = await answer_check(
         context,
@@ -199,19 +200,6 @@ def plan_answer(
             starts_reasoning=may_think.opened,
         )
     return AnswerPlan(answer_format, structure, schema, called, checked_format, thinking)
-
-
-def _shown_reasoning(
-    context: ServerContext, plan: AnswerPlan, *, skips: bool
-) -> tuple[str, str] | None:
-    """Return the markers of the reasoning that the answer may begin with (`SamplingParams`); None:
-    it has none, or its text does not show them."""
-    if plan.thinking is None:
-        return None
-    start, end = plan.thinking.markers
-    if skips and any(map(context.tokenizer.hides, (start, end))):
-        return None
-    return ("" if plan.thinking.opened else start, end)
 
 
 def _thinking(
