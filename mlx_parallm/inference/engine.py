@@ -180,15 +180,15 @@ class EngineBackend:
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
-        params = SamplingParams(**sampling)
-        if params.stop and prompt.chat:  # they count behind the reasoning
-            tokenizer, skips = self._tokenizer, params.skip_special_tokens
+        drawn = SamplingParams(**sampling)
+        if drawn.stop and prompt.chat:  # they count behind the reasoning
+            tokenizer, skips = self._tokenizer, drawn.skip_special_tokens
             reasoning = shown_reasoning(tokenizer, thinking_after(tokenizer, tokens), skips=skips)
-            params = replace(params, reasoning=reasoning)
+            drawn = replace(drawn, reasoning=reasoning)
         return Request(
             _id(),
             tokens,
-            params,
+            drawn,
             self.adapter,
             opens_text=prompt.chat or self._tokenizer.opens_text(tokens),
             **prompt.carried,

@@ -411,8 +411,8 @@ class RecurrentPPO:
             self._state = mx.where(alive, self._memory(output.hidden), 0.0)
             self._observations = step.observations
         columns = Columns(first_state, *(np.stack(column) for column in zip(*kept, strict=True)))
-        for name in ("rewards", "observations"):
-            if not np.isfinite(getattr(columns, name)).all():
+        for name, values in (("rewards", columns.rewards), ("observations", columns.observations)):
+            if not np.isfinite(values).all():
                 raise ConfigError(
                     f"PPO: {type(task).__name__}.step gave {name} that are NaN or infinite"
                 )
