@@ -359,7 +359,8 @@ _PLACES: tuple[SecretForm, ...] = (
     form(
         "option",
         "--",
-        rf"(?<![\w-])--(?:[a-z]+[_-])*{_NAME}(?:=|\s+){_QUOTE}?(?P<secret>[^\s\"'\\,;{{}}()<>$\[\]|&`]{{4,512}})",
+        rf"(?<![\w-])--(?:[a-z]+[_-])*{_NAME}(?:(?:=|\s+){_QUOTE}?|{_QUOTE}\s*,\s*{_QUOTE}(?!-))"
+        rf"(?P<secret>[^\s\"'\\,;{{}}()<>$\[\]|&`]{{4,512}})",
         _ANY_CASE,
         check=is_password,
     ),
@@ -373,7 +374,7 @@ _PLACES: tuple[SecretForm, ...] = (
     form(
         "password",
         _PASSWORD_HINTS,
-        rf"(?:{_PASSWORD_NAME}|(?<=_)pass){_QUOTE}?\s{{0,4}}(?:[:=]|=>|:=){{1,2}}\s{{0,4}}"
+        rf"(?:{_PASSWORD_NAME}|(?<=_)pass){_QUOTE}?\s{{0,4}}(?:[:=：＝是为為は]|=>|:=){{1,2}}\s{{0,4}}"
         rf"(?:{_QUOTE}(?P<quoted>[^\s\"'\\]{{4,512}}){_QUOTE}|(?P<secret>{_VALUE})(?=[\s,;\"'}}\\&|`]|$))",
         _ANY_CASE,
         check=is_password,
