@@ -13,7 +13,7 @@ from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.judge import JudgeFailedError
-from mlx_parallm.systems.feedback.routes import FeedbackBody
+from mlx_parallm.systems.feedback.routes import ChatFeedbackBody
 from mlx_parallm.systems.feedback.signals import ReplySignal
 from mlx_parallm.systems.feedback.source import RETRY_S, TRIES, feedback_source
 from mlx_parallm.systems.feedback.store import (
@@ -129,8 +129,8 @@ def test_a_reply_of_a_run_that_had_a_judge(chat: Chat, monkeypatch: pytest.Monke
 def test_a_long_answer_is_compared_as_far_as_it_is_kept() -> None:
     words = "word " * 2000
     kept = KeptAnswer("a", "u", "t", 0.0, "", words[:LONGEST_WORDS], "open", *[None] * 4)
-    assert FeedbackBody(id="a", edit=words).value(kept) == ("edit", None)
-    kind, value = FeedbackBody(id="a", edit=f"X{words}").value(kept)
+    assert ChatFeedbackBody(id="a", edit=words).value(kept) == ("edit", None)
+    kind, value = ChatFeedbackBody(id="a", edit=f"X{words}").value(kept)
     assert kind == "edit"
     assert value == pytest.approx(-1 / LONGEST_WORDS)
 

@@ -47,7 +47,7 @@ CHAT_PATHS = (
 AnswerId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class FeedbackBody(Body):
+class ChatFeedbackBody(Body):
     """One of `rating`, `edit` and `kind`."""
 
     id: AnswerId
@@ -73,7 +73,7 @@ class FeedbackBody(Body):
         return ("tool", 1.0) if self.kind == "tool" else ("regenerate", -1.0)
 
 
-class FeedbackAnswer(TypedDict):
+class ChatFeedbackAnswer(TypedDict):
     """`state`: of the answer; "released" to the trainer. `reason`: why it or the signal is not
     used."""
 
@@ -150,7 +150,7 @@ class FeedbackRoutes:
         unknown: dict[int | str, dict[str, Any]] = {
             404: {"description": "No such answer", "content": ERROR_CONTENT}
         }
-        self.router.post("/v1/feedback", responses={200: {"model": FeedbackAnswer}, **unknown})(
+        self.router.post("/v1/feedback", responses={200: {"model": ChatFeedbackAnswer}, **unknown})(
             self.give
         )
         self.router.get("/v1/feedback/status", responses={200: {"model": FeedbackState}})(
@@ -159,7 +159,7 @@ class FeedbackRoutes:
         self.router.get("/v1/feedback/review", responses={200: {"model": ReviewQueue}})(self.queue)
         self.router.post("/v1/feedback/review", responses={200: {"model": ReviewDone}})(self.decide)
 
-    async def give(self, body: FeedbackBody, request: Request) -> Response:
+    async def give(self, body: ChatFeedbackBody, request: Request) -> Response:
         """Say something about an answer. It is on the disk when this answers."""
         identity = answer_id(body.id, body.choice)
         kept = await asyncio.to_thread(self._store.find, identity)
@@ -180,7 +180,7 @@ class FeedbackRoutes:
             )
             kept = after or kept
             self._heard()
-        answer: FeedbackAnswer = {"object": "feedback", "id": identity, "state": kept.state}
+        answer: ChatFeedbackAnswer = {"object": "feedback", "id": identity, "state": kept.state}
         if reason or kept.reason:
             answer["reason"] = reason or str(kept.reason)
         return JSONResponse(answer)

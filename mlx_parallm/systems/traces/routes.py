@@ -47,7 +47,7 @@ Trained = Callable[[str, Label, str | None], Awaitable[Json]]
 group."""
 
 
-class SessionFeedbackBody(Body):
+class FeedbackBody(Body):
     """One of `score`, `label` and `comment` at least. Without `response_id` the whole session is
     meant."""
 
@@ -82,7 +82,7 @@ class TrainingOutcome(TypedDict):
     group: NotRequired[str]
 
 
-class SessionFeedbackAnswer(TypedDict):
+class FeedbackAnswer(TypedDict):
     """`training`: only where a score was given to a server that trains."""
 
     object: Literal["feedback"]
@@ -124,8 +124,8 @@ def add_feedback(
 ) -> None:
     """Add the route for feedback. Its label is on the disk when it answers."""
 
-    @router.post("/sessions/{name}/feedback", responses={200: {"model": SessionFeedbackAnswer}})
-    async def give_feedback(name: SessionName, body: SessionFeedbackBody) -> Response:
+    @router.post("/sessions/{name}/feedback", responses={200: {"model": FeedbackAnswer}})
+    async def give_feedback(name: SessionName, body: FeedbackBody) -> Response:
         """Label a session or one of its answers."""
         label = recorder.feedback(session_name(name), body.to_label())
         result = {"object": "feedback", "session": name, "label": label.to_json()}
