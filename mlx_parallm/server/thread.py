@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import uvicorn
@@ -130,9 +131,14 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._server.serve(sockets=[self._listener]))
+            asyncio.run(self._serve())
         finally:
             self._server.settled.set()
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+        # a handler's thread ends by itself: the loop's end waits only for those that it knows
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
 
 def serve_until_signal(
@@ -197,6 +203,9 @@ class _UvicornServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets=sockets)
+        for connection in list(self.server_state.connections):
+            if connection.flow.write_paused:  # nobody reads: its last words would wait for ever
+                connection.transport.abort()
         if self.server_state.tasks:
             # half of what `stop` waits: the other half is for the loop's end, which cancels again
             await asyncio.wait(self.server_state.tasks, timeout=JOIN_MARGIN_SECONDS / 2)

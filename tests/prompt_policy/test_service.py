@@ -15,8 +15,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.cli import main
 from mlx_parallm.errors import CheckpointError, StoreError
-from mlx_parallm.systems.prompt_policy import service
+from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.systems.prompt_policy import demo, service
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.systems.prompt_policy.store import ExperienceStore
 from tests.prompt_policy.helpers import (
@@ -396,3 +398,18 @@ def test_pages_of_this_machine_may_read(shared_client: httpx.Client) -> None:
         == ours["Origin"]
     )
     assert shared_client.get("/stats", headers=foreign).status_code == 403
+
+
+def test_the_networks_are_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever MLX's device is. The second device stands for a GPU; all threads have the same."""
+    used: list[mx.Device] = []
+    monkeypatch.setattr(
+        demo, "demonstrate", lambda config: used.append(in_mlx_thread(mx.default_device))
+    )
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.cpu, 1))
+    try:
+        assert main(["prompt-policy"]) == 0
+    finally:
+        mx.set_default_device(before)
+    assert used == [mx.Device(mx.cpu, 0)]

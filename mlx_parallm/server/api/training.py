@@ -6,7 +6,6 @@ server has the route: one that trains nothing answers 409.
 """
 
 import asyncio
-from concurrent.futures import wait
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi.responses import JSONResponse, Response
@@ -69,10 +68,12 @@ async def roll_back(body: RollbackBody, context: Context) -> Response:
     """Answer when it is done, or 202 when the step that is being trained takes longer than
     that."""
     request = _rollbacks(context).request(version=body.version, checkpoint=body.checkpoint)
-    done, _ = await asyncio.to_thread(wait, [request.result], ANSWERED_WITHIN_S)
-    if done:
-        request.result.result()
-    return JSONResponse(_state(request), 200 if done else 202)
+    result = asyncio.shield(asyncio.wrap_future(request.result))
+    try:
+        await asyncio.wait_for(result, ANSWERED_WITHIN_S)
+    except TimeoutError:
+        return JSONResponse(_state(request), 202)
+    return JSONResponse(_state(request))
 
 
 @router.get(PATH, responses={200: {"model": RollbackAnswer}, 409: _NOT_NOW})
