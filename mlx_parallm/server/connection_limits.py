@@ -73,6 +73,11 @@ class ConnectionGuard:
             if _is_idle(connection) and now - since >= allowed:
                 self._drop(connection)
 
+    def drop_unread(self) -> None:
+        """Drop connections whose client reads nothing: last words to it would wait for ever."""
+        for connection in [each for each in self._open if each.flow.write_paused]:
+            self._drop(connection)
+
     def _drop(self, connection: Any) -> None:
         self.closed(connection)
         connection.transport.abort()

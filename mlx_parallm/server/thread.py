@@ -203,9 +203,7 @@ class _UvicornServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets=sockets)
-        for connection in list(self.server_state.connections):
-            if connection.flow.write_paused:  # nobody reads: its last words would wait for ever
-                connection.transport.abort()
+        self._guard.drop_unread()
         if self.server_state.tasks:
             # half of what `stop` waits: the other half is for the loop's end, which cancels again
             await asyncio.wait(self.server_state.tasks, timeout=JOIN_MARGIN_SECONDS / 2)

@@ -63,7 +63,7 @@ def test_what_handlers_wait_for_does_not_hold_the_end(
     ) as server:
         clients = [ask(server, "GET /endless"), ask(server, "GET /held")]
         clients.append(ask(server, "POST /v1/training/rollback", ROLLBACK))
-        connections = server.thread._server.server_state.connections
+        connections: Any = server.thread._server.server_state.connections
         until(lambda: any(each.flow.write_paused for each in list(connections)))
         until(lambda: desk.take() is not None)
         assert routes.entered.wait(20)
