@@ -281,7 +281,7 @@ def small_config(module: Any, name: str) -> dict[str, Any]:
     """A config.json: the shared sizes, something for each field that has no default, and the
     architecture's own."""
     sizes = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
-    config = sizes["shared"] | sizes["architectures"].get(name, {}) | {"model_type": name}
+    config = sizes["shared"] | {"model_type": name} | sizes["architectures"].get(name, {})
     _complete(config, module.ModelArgs)
     if "text_config" in {field.name for field in dataclasses.fields(module.ModelArgs)}:
         inner = sizes["shared"] | sizes["text"].get(name, {})

@@ -95,7 +95,7 @@ class Architecture:
     spell: Spelling | None = None
     """Writes the class's own keys into its arguments."""
     differs: str = ""
-    """Why its forward differs from transformers', if that is not mended."""
+    """Why mlx-lm's class of that name computes another model altogether."""
     mend: Callable[[nn.Module, Published], None] | None = None
     """Mends the built model, in place."""
     rounding: Callable[[nn.Module, Published], None] | None = None
@@ -737,8 +737,6 @@ def unheeded(published: Published, names: frozenset[str]) -> dict[str, Any]:
     their values."""
     architecture = architecture_of(published)
     left_over: dict[str, Any] = {}
-    if architecture.differs:
-        left_over["model_type"] = f"{published.model_type} ({architecture.differs})"
     fixed = dict(architecture.fixed)
     aliases = {alias: name for name, alias in published.config.attribute_map.items()}
     read = INERT | PLACED | names | architecture.heeds

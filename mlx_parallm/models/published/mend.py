@@ -46,6 +46,8 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     published = read_published(config)
     if published is None:
         return model_class, args_class
+    if why := architecture_of(published).differs:
+        raise ModelError(f"model_type = {published.model_type!r} is not computed here: {why}")
     names = argument_names(text_arguments(published, model_class, args_class))
 
     arguments_of = partial(class_arguments, published, names)
