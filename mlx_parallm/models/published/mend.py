@@ -50,7 +50,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         raise ModelError(f"model_type = {published.model_type!r} is not computed here: {why}")
     names = argument_names(text_arguments(published, model_class, args_class))
 
-    arguments_of = partial(class_arguments, published, names)
+    arguments_of, model_type = partial(class_arguments, published, names), published.model_type
 
     class MendedArguments:
         @staticmethod
@@ -58,7 +58,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
             text = written.get("text_config")
             if not isinstance(text, Mapping):
                 return args_class.from_dict(arguments_of(written))
-            text = arguments_of(text)
+            text = {"model_type": model_type, **arguments_of(text)}
             if "tie_word_embeddings" in written:  # transformers reads it at the top
                 text["tie_word_embeddings"] = written["tie_word_embeddings"]
             # Gemma's classes look for the size of the vocabulary at the top

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import check_model, load_model
+from mlx_parallm.models.published.mend import model_classes
 from scripts.parity.compare import EQUAL, FOLDED, GRADIENT, compare
 from scripts.parity.weights import tensor
 
@@ -156,6 +157,13 @@ def test_a_value_that_a_class_does_not_compute_is_refused_by_name(
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=told):
         check_model(ModelConfig(base_path=str(tmp_path)), train=True)
+
+
+def test_a_text_config_without_model_type_has_that_of_transformers() -> None:
+    config = {"model_type": "qwen3_vl", "text_config": {"hidden_size": 32}}
+    _, arguments = model_classes(config | {"tie_word_embeddings": False})
+    text = arguments.from_dict(config | {"tie_word_embeddings": False}).text_config
+    assert text["model_type"] == "qwen3_vl_text"
 
 
 def test_texts_that_a_scaling_turns_otherwise_are_refused(tmp_path: Path) -> None:
