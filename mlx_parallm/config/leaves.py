@@ -111,7 +111,7 @@ class Leaf:
             configuration does not. `mlx_parallm serve --NAME` sets it.
         serve_help: the help of that flag.
         images: (its section, directory of the model, its config.json) →
-            `models.images.encoder.ImageSupport` or None: what reads images for that model.
+            `models.loaded_images.ImageSupport` or None: what reads images for that model.
         companion: (factory.CompanionContext) → `step.companion.StepCompanion`, or None if the
             configuration asks for none: what travels with the sequences of a step.
         environments: kinds of environments, each the "module:name" of its class, a

@@ -105,7 +105,7 @@ def test_the_connector_runs_alone(
 def test_mergers_that_waited_give_what_the_towers_own_forward_gives(
     family: str, tmp_path: Path
 ) -> None:
-    parts = seeing(FAMILIES[family](tmp_path / "model")).images
+    parts = seeing(FAMILIES[family](tmp_path / "model")).image_parts
     image = parts.reader.image_of(noise(90, 50, 1))
     pixels = (image.arrays["patches"].astype(np.float32) / 255).reshape(
         len(image.arrays["patches"]), 3, -1

@@ -85,7 +85,7 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
     encoder: Any = with_images(
         load_model(model), image_support(config.section(VisionConfig), path, read_config(path))
     )
-    arrays = tree_flatten(encoder.images.encoder._model.parameters())
+    arrays = tree_flatten(encoder.image_parts.encoder._model.parameters())
     parts = PlannedRun.of(config, read_config(path)).memory.parts
     assert parts["tower"] == sum(array.nbytes for _, array in arrays)
     blind = Config.model_validate({**config.model_dump(), "vision": {"enabled": False}})
