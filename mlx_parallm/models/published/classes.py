@@ -343,6 +343,26 @@ def wide_norms(model: nn.Module, published: Published) -> None:
     model.__class__ = reading(type(model), _with_wide_norms)
 
 
+def check_one_head(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    """A tied head: mlx-lm leaves out a head of the checkpoint's own. Raises ValueError: there is
+    one, and transformers computes with it."""
+    heads = [name for name in weights if name.endswith("lm_head.weight")]
+    embeddings = [name for name in weights if name.endswith("embed_tokens.weight")]
+    pairs = [(head, embedding) for head in heads[:1] for embedding in embeddings[:1]]
+    stored = [(weights[head], weights[embedding]) for head, embedding in pairs]
+    read = sanitize(weights)
+    if any(name.endswith("lm_head.weight") for name in read):
+        return read
+    for (head, embedding), (one, other) in zip(pairs, stored, strict=True):
+        if one.shape == other.shape and not mx.array_equal(one, other).item():
+            raise ValueError(
+                f"config.json has tie_word_embeddings = true, and {head} is not {embedding}:"
+                " transformers computes with both, so set tie_word_embeddings = false, or delete"
+                f" {head}"
+            )
+    return read
+
+
 def set_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
     """Give a model's arrays a type, in place, but for those that are wide in every type."""
     wide = [(norm, norm.weight) for norm in model.modules() if isinstance(norm, WideNorm)]

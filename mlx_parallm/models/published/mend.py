@@ -25,7 +25,7 @@ from mlx_parallm.models.published.architectures import (
     class_arguments,
     unheeded,
 )
-from mlx_parallm.models.published.classes import reading, tie_head
+from mlx_parallm.models.published.classes import check_one_head, reading, tie_head
 from mlx_parallm.models.published.forwards import experts_of_other_groups, indexer_norms
 from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
@@ -70,6 +70,8 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         if not hasattr(model, "_no_grad"):  # recurrent_gemma leaves out nn.Module's constructor
             nn.Module.__init__(model)
         mend(model, published)
+        if published.get("tie_word_embeddings") and config.get("tie_word_embeddings", True):
+            model.__class__ = reading(type(model), check_one_head)
         if (read := fp8_reading(config)) is not None:
             model.__class__ = reading(type(model), read)
         return model

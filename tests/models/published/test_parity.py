@@ -166,6 +166,13 @@ def test_a_text_config_without_model_type_has_that_of_transformers() -> None:
     assert text["model_type"] == "qwen3_vl_text"
 
 
+def test_a_head_beside_a_tied_one_is_refused(tmp_path: Path) -> None:
+    case = cases("llama")[0]
+    write(tmp_path / "model", case | {"config": case["config"] | {"tie_word_embeddings": True}})
+    with pytest.raises(ModelError, match=r"tie_word_embeddings = true, and lm_head\.weight is not"):
+        load_model(ModelConfig(base_path=str(tmp_path / "model")))
+
+
 def test_texts_that_a_scaling_turns_otherwise_are_refused(tmp_path: Path) -> None:
     case = cases("llama")[0]
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
