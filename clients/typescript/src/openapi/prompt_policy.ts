@@ -382,13 +382,13 @@ export interface components {
             next_prompt?: string | null;
         };
         /**
-         * @description `stored`: the mean reward was stored as an experience; not if the prompt was left as it
-         *     is.
+         * @description `rewards`: of each answer, null without a score; `reward`: the mean of the others.
+         *     `stored`: it was stored as an experience; not if the prompt was left as it is.
          */
         RolloutAnswer: {
             mutation: components["schemas"]["MutateAnswer"];
             answers: string[];
-            rewards: number[];
+            rewards: (number | null)[];
             reward: number;
             stored: boolean;
             buffer_size: number;
