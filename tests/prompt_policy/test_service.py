@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from mlx_parallm.cli import main
 from mlx_parallm.errors import CheckpointError, StoreError
+from mlx_parallm.models import threads
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.systems.prompt_policy import demo, service
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
@@ -403,6 +405,8 @@ def test_pages_of_this_machine_may_read(shared_client: httpx.Client) -> None:
 def test_the_networks_are_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever MLX's device is. The second device stands for a GPU; all threads have the same."""
     used: list[mx.Device] = []
+    # it would end the streams of this thread, which has other tests to run
+    monkeypatch.setattr(threads, "mlx_thread", nullcontext)
     monkeypatch.setattr(
         demo, "demonstrate", lambda config: used.append(in_mlx_thread(mx.default_device))
     )

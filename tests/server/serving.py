@@ -69,6 +69,8 @@ def _stop(thread: ServerThread) -> None:
         thread.stop(drain_timeout=5.0)
     except ServerThreadError:
         faulthandler.dump_traceback(file=sys.__stderr__)
+        for task in list(thread._server.server_state.tasks):
+            task.print_stack(file=sys.__stderr__)
         raise
 
 

@@ -160,6 +160,7 @@ def test_options_stand_beside_the_preset() -> None:
             {"algorithm": "reinforce", "ratio_level": "token"},
             "ratio_level is set, but algorithm = 'reinforce'",
         ),
+        ({"algorithm": "vespo", "sampler_correction": "tis"}, "vespo's weight is against"),
         ({"algorithm": "dppo", "ratio_level": "sequence"}, "it reads advantage, .*dppo_low"),
         ({"algorithm": "grpo", "dual_clip": 3.0}, "dual_clip is set, but algorithm = 'grpo'"),
         (
