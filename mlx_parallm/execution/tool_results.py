@@ -36,8 +36,7 @@ class ToolResult:
     def value(self) -> Any:
         """The structured result, or the text read as JSON: servers without output schemas send
         that, whole, in a fence, within a text or under "result". None: it is neither."""
-        whole = self.text if self.structured is None else self.structured
-        content = whole
+        content = self.text if self.structured is None else self.structured
         for _ in range(WRAPPED):
             if isinstance(content, Mapping) and set(content) == {"result"}:
                 content = content["result"]
@@ -48,7 +47,7 @@ class ToolResult:
                     break
             else:
                 break
-        return None if content is self.text else content
+        return None if self.structured is None and content is self.text else content
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:

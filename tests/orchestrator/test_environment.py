@@ -204,6 +204,7 @@ def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:
         ("", {"result": {"distance": 118.3}}, {"distance": 118.3}),
         ("it flew far", None, None),
         ("", {"result": "it flew far"}, "it flew far"),
+        ("A", {"result": "A"}, "A"),  # one object: Python has each character once
         ('```json\n{"distance": 1}\n```', None, {"distance": 1}),
         ('{"result": {"distance": 1}}', None, {"distance": 1}),
         ('"{\\"distance\\": 1}"', None, {"distance": 1}),
