@@ -47,7 +47,8 @@ class RecordedPrompt:
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
-        self._joined: dict[int, list[tuple[int, bytes]]] = {}
+        # by column, with the number of pieces that are in it
+        self._joined: dict[int, tuple[int, list[tuple[int, bytes]]]] = {}
 
     def add(self, start: int, stop: int, columns: Sequence[Any]) -> None:
         """Note arrays of the places from `start` on; padding may follow `stop`."""
@@ -55,8 +56,10 @@ class RecordedPrompt:
             self.pieces.append(Piece(start, start, stop, columns))
 
     def joined(self, column: int, token_bytes: int) -> Sequence[tuple[int, bytes]]:
-        """Return a column as bytes, made once, each with its first place; neighbours are one."""
-        if column not in self._joined:
+        """Return a column as bytes, each with its first place; neighbours are one. Made once for
+        the same pieces: a request that is aborted asks before the prompt is whole."""
+        count, joined = self._joined.get(column, (0, []))
+        if count != len(self.pieces):
             parts: list[tuple[int, bytearray]] = []
             end = -1
             for piece in self.pieces:
@@ -64,5 +67,6 @@ class RecordedPrompt:
                     parts.append((piece.start, bytearray()))
                 parts[-1][1].extend(piece.data(column, token_bytes))
                 end = piece.stop
-            self._joined[column] = [(start, bytes(data)) for start, data in parts]
-        return self._joined[column]
+            joined = [(start, bytes(data)) for start, data in parts]
+            self._joined[column] = len(self.pieces), joined
+        return joined

@@ -25,7 +25,7 @@ from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.completions import rollout_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts
-from tests.engine.helpers import VOCAB, collect_deltas, request, run, serve
+from tests.engine.helpers import VOCAB, collect, collect_deltas, request, run, serve
 from tests.models.experts.test_routing import experts_of
 from tests.rl_training.making import make_config, make_policy
 
@@ -157,6 +157,23 @@ def test_a_streamed_answer_has_them_too():
     engine.add(streamed)
     deltas = collect_deltas(engine)["s"]
     assert rollout_of(streamed, deltas).prompt_experts == whole.prompt_experts != ()
+
+
+def test_who_shares_a_prefill_has_the_whole_prompt_when_another_is_aborted():
+    """The aborted request's answer is made while chunks of their prompt are still to come."""
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
+    model, engine = recording(prefill_chunk=8)
+    first, second = (request(name, prompt, **PARAMS) for name in ("first", "second"))
+    for asked in (first, second):
+        engine.add(asked)
+    engine.step()
+    assert engine.scheduler.prefills, "the prompt is not computed yet"
+    engine.abort("first")
+    [choice] = collect(engine)["second"].completions
+    rollout = rollout_of(second, [choice])
+    np.testing.assert_array_equal(
+        np.sort(recorded(rollout), axis=-1), taken(model, rollout.tokens[:-1])
+    )
 
 
 def test_a_model_without_experts_refuses_the_setting():
