@@ -187,7 +187,9 @@ class Sequence:
         fields: dict[str, Any] = {}
         prompt = None if start else self.recorded_prompt  # goes with the first token
         for column, record in enumerate(self.records):
-            parts = () if prompt is None else prompt.joined(column, record.token_bytes)
+            parts: SequenceOf[tuple[int, bytes]] = ()
+            if prompt is not None and record.has_prompt:
+                parts = prompt.joined(column, record.token_bytes)
             fields |= record.fields(start, parts)
         return fields
 

@@ -80,7 +80,7 @@ def _bind_problem(host: str, port: int, error: OSError) -> str:
 
 class ServerThread:
     """Serves `app` on `listener` from `start` to `stop`, in its own thread, with so many
-    connections at most (`connections.connection_limit`). Single use."""
+    connections at most (`connection_limits.connection_limit`). Single use."""
 
     def __init__(
         self,

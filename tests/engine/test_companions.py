@@ -5,8 +5,13 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 
-from mlx_parallm.engine.companions.companion import EngineCompanion, SequenceRecord
+from mlx_parallm.engine.companions.companion import (
+    EngineCompanion,
+    EngineCompanions,
+    SequenceRecord,
+)
 from mlx_parallm.engine.live_requests import Finished, StreamDelta
 from tests.engine.helpers import qwen3_model, request, run, serve
 
@@ -39,10 +44,11 @@ class Place(SequenceRecord):
 
 
 class Places(EngineCompanion):
-    records = records_prompts = True
+    records = True
 
-    def __init__(self, noting: Noting, field: str, place) -> None:
+    def __init__(self, noting: Noting, field: str, place, *, prompts: bool = True) -> None:
         self._noting, self._field, self._place = noting, field, place
+        self.records_prompts = prompts
 
     def record(self) -> Place:
         return Place(self._field)
@@ -52,11 +58,15 @@ class Places(EngineCompanion):
         yield lambda: self._place(self._noting._hidden[0], axis=-1).astype(mx.uint8)
 
 
-def engine_of(only: str = ""):
+def engine_of(only: str = "", prompts: tuple[str, ...] = ("stop_reason", "error_code")):
     model = qwen3_model()
     model.model.norm = noting = Noting(model.model.norm)
     places = {"stop_reason": mx.argmax, "error_code": mx.argmin}
-    made = [Places(noting, field, place) for field, place in places.items() if only in (field, "")]
+    made = [
+        Places(noting, field, place, prompts=field in prompts)
+        for field, place in places.items()
+        if only in (field, "")
+    ]
     return serve(model, companions=made, prefill_chunk=16).engine
 
 
@@ -86,3 +96,21 @@ def test_columns_of_two_companions_do_not_mix() -> None:
     whole = end.output.completions[0].error_code
     assert ("".join(part[0] for part in parts), parts[0][1]) == whole == again.error_code
     assert not any(part[1] for part in parts[1:]), "the prompt's goes with the first token"
+
+
+def test_a_companion_without_prompts_gets_none_beside_one_that_has_them() -> None:
+    params = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    engine = engine_of(prompts=("error_code",))
+    [completion] = run(engine, [request("0", PROMPT, **params)])["0"].completions
+    assert len(completion.error_code[1]) == 1 and not completion.stop_reason[1]
+    assert len(completion.stop_reason[0]) == 2 * 5
+
+
+def test_one_companion_alone_may_have_placeholders() -> None:
+    """The second one's would be read as words."""
+
+    class Shown(EngineCompanion):
+        placeholder = 3
+
+    with pytest.raises(AssertionError, match="two companions"):
+        EngineCompanions([Shown(), EngineCompanion(), Shown()])

@@ -1,7 +1,7 @@
 """The seam for what travels with sequences through an engine, beside their tokens.
 
 A companion has placeholders in prompts, which forwards read as something else (`placeholder`), or
-a column for each token of a forward, which answers give back (`records`). companions.py lists the
+a column for each token of a forward, which answers give back (`records`). makers.py lists the
 makers. An engine without companions asks nobody, and a decode step asks once for all rows.
 
     a request becomes sequences    check_scored, carry, record
@@ -74,6 +74,7 @@ class SequenceRecord:
 
     def __init__(self) -> None:
         self.data = bytearray()
+        self.has_prompt = False  # whether `fields` gets the prompt's
 
     def fields(self, since: int, prompt: SequenceOf[tuple[int, bytes]]) -> dict[str, Any]:
         """Return fields of a `Completion`, or of a delta with the tokens from `since` on.
@@ -141,7 +142,9 @@ class EngineCompanions:
 
     def __init__(self, companions: Iterable[EngineCompanion] = ()) -> None:
         self.all = tuple(companions)
-        self.reader = next((each for each in self.all if each.placeholder is not None), None)
+        readers = [each for each in self.all if each.placeholder is not None]
+        assert len(readers) <= 1, "two companions of an engine have placeholders in prompts"
+        self.reader = readers[0] if readers else None
         self.recorders = tuple(each for each in self.all if each.records)
         self.records_prompts = any(each.records_prompts for each in self.recorders)
 
@@ -161,7 +164,10 @@ class EngineCompanions:
 
     def records(self) -> tuple[SequenceRecord, ...]:
         """Return the empty records of a sequence."""
-        return tuple(each.record() for each in self.recorders)
+        records = tuple(each.record() for each in self.recorders)
+        for record, each in zip(records, self.recorders, strict=True):
+            record.has_prompt = each.records_prompts
+        return records
 
     def keep_only(self, adapters: Collection[int], base_serial: int) -> None:
         for each in self.all:
