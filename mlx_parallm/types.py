@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BETWEEN = "⟦{}⟧"
 """Around what an environment answered between two turns, where people read both."""
 
+EQUAL_TOLERANCE = 1e-6
 MAX_REWARD = 1e9
 """The largest size of a reward, a score or an advantage. Beyond it means, squares and float32
 lose their digits or overflow; every way in refuses it."""
@@ -40,6 +41,13 @@ LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
 UNSCORED = "unscored"
 """A score of this name marks a trajectory that nothing could score. It gets no advantage and
 counts in no number of its group; its "reward" is a placeholder that nobody reads."""
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards (at least one) differ by no more than a millionth of the largest (of 1, if it
+    is smaller): that is rounding, which dividing by its own size would make an advantage."""
+    largest = max(1.0, *(abs(reward) for reward in rewards))
+    return max(rewards) - min(rewards) <= EQUAL_TOLERANCE * largest
 
 
 def has_score(reward: float | None) -> TypeGuard[float]:

@@ -322,6 +322,11 @@ class AlgorithmSection(Section):
                 f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length"
                 f" ({self.overlong_length})"
             )
+        if self.advantage == "maxrl" and self.overlong_buffer:
+            raise ValueError(
+                'advantage = "maxrl" takes rewards from 0 on, and overlong_buffer makes that of a'
+                " wrong answer less: leave one of them out"
+            )
         return self
 
 

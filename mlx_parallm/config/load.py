@@ -244,6 +244,11 @@ def _check_signal(
                 f"environments: {entry.name}: group_size = 1, but {training.algorithm} compares the"
                 " answers to one prompt: set at least 2"
             )
+        if training.advantage == "maxrl" and entry.reward_method in ("relative", "gdpo"):
+            raise ValueError(
+                f'environments: {entry.name}: reward_method = "{entry.reward_method}" makes rewards'
+                ' below 0, which advantage = "maxrl" does not take'
+            )
         if entry.kind != "dataset" or entry.rewards:
             continue
         if not distillation.active or distillation.reward:

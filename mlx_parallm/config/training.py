@@ -361,6 +361,12 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     distillation: DistillationSettings = DistillationSettings()
 
     @property
+    def corrects_sampler(self) -> bool:
+        """Whether the configuration itself says what corrects for a sampler that is another policy:
+        weights, or a loss whose weight is against the sampler."""
+        return self.loss == "vespo" or self.sampler_correction in ("tis", "mis", "icepop")
+
+    @property
     def learns_from_rows(self) -> bool:
         """Whether the algorithm learns from rows of a file: nothing is sampled."""
         return self.algorithm in DATA_ALGORITHMS
@@ -456,7 +462,7 @@ class RLTrainingConfig(LearningSection):
         if (
             self.lora.qat_bits is not None
             and self.algorithm not in (*DATA_ALGORITHMS, *PREFER_SAMPLED)
-            and self.sampler_correction not in ("tis", "mis", "icepop")
+            and not self.corrects_sampler
         ):
             raise ValueError(
                 "lora.qat_bits: rollouts are drawn from base and adapter as they are, so by another"

@@ -16,12 +16,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.types import Rollout, RolloutGroup, has_score
+from mlx_parallm.types import Rollout, RolloutGroup, are_equal, has_score
 
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
-# relative to the largest reward (at least 1): dividing by rounding noise would amplify it
-EQUAL_TOLERANCE = 1e-6
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "maxrl", "none"]
 KINDS = get_args(AdvantageKind)
@@ -65,7 +63,7 @@ def _group_advantages(
     if kind == "none":
         return tuple(rewards) if any(rewards) else None
     largest = max(abs(reward) for reward in rewards)
-    if max(rewards) - min(rewards) <= EQUAL_TOLERANCE * max(1.0, largest):
+    if are_equal(rewards):
         return None
     unit = max(1.0, largest / LARGEST_SUMMED)
     rewards = [reward / unit for reward in rewards]
@@ -132,7 +130,7 @@ def best_and_worst(rewards: Sequence[float]) -> tuple[float, ...] | None:
     Worked: [0.2, 0.9, 0.9, 0.1] → [0, 1, 0, -1].
     """
     high, low = max(rewards), min(rewards)
-    if high - low <= EQUAL_TOLERANCE * max(1.0, abs(high), abs(low)):
+    if are_equal(rewards):
         return None
     places = {rewards.index(low): -1.0, rewards.index(high): 1.0}
     return tuple(places.get(place, 0.0) for place in range(len(rewards)))

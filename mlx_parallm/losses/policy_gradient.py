@@ -23,6 +23,7 @@ from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggre
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
 # VESPO's bounds of a sequence's log-ratio, as the authors' and TRL's: log 1e-8 and 20
 VESPO_LOG_WEIGHT = -18.420681, 20.0
+VESPO_LEAST_LAMBDA = 1e-4  # TRL's: without a decay a large weight is infinite
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 CLIP_METRICS: dict[RatioLevel, tuple[str, ...]] = {
@@ -202,7 +203,8 @@ def dppo(terms: Terms, *, dppo_low: float, dppo_high: float, dppo_kl: float) -> 
 
 def gmpo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLoss:
     """-exp(mean of a sequence's bounded log-ratios) · A: the geometric mean of its tokens' ratios,
-    each bounded first, [e^-clip_ratio, e^clip_ratio_high], on the side that A pushes it to.
+    each bounded first, [e^-clip_ratio, e^clip_ratio_high], on the side that A pushes it to. Each
+    token has its own gradient, as in "sequence_token": the same if a sequence has one advantage.
 
     GMPO (arXiv:2507.20673); its range is e^±0.4, and its mean over sequences is
     loss_aggregation = "sequence". Worked, 0.4 / 0.4, A = 1: log-ratios 1 and -0.2 → exp((0.4 -
@@ -217,7 +219,8 @@ def gmpo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLos
     ratio = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
     down = terms.advantages < 0
     clipped = (up & (log_ratio > clip_ratio_high)) | (down & (log_ratio < -clip_ratio))
-    return TokenLoss(-ratio * terms.advantages, clipped)
+    one = mx.exp(bounded - mx.stop_gradient(bounded))
+    return TokenLoss(-mx.stop_gradient(ratio) * one * terms.advantages, clipped)
 
 
 def vespo(
@@ -240,7 +243,11 @@ def vespo(
     log_weight = mx.clip(log_ratio.sum(axis=-1, keepdims=True), low, high)
     up = terms.advantages >= 0
     k = mx.where(up, vespo_k_positive, vespo_k_negative)
-    fades = mx.where(up, vespo_lambda_positive, vespo_lambda_negative)
+    fades = mx.where(
+        up,
+        max(vespo_lambda_positive, VESPO_LEAST_LAMBDA),
+        max(vespo_lambda_negative, VESPO_LEAST_LAMBDA),
+    )
     phi = mx.stop_gradient(mx.exp(k * log_weight + fades * (1.0 - mx.exp(log_weight))))
     return TokenLoss(-phi * terms.advantages * terms.logprobs)
 

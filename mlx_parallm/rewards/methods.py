@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_parallm.config.environment import Method
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.types import MAX_REWARD, Trajectory, has_score
+from mlx_parallm.types import MAX_REWARD, Trajectory, are_equal, has_score
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -43,11 +43,11 @@ def average_ranks(values_N: Sequence[float]) -> list[float]:
 
 
 def standardize(values_N: Sequence[float]) -> list[float]:
-    """(value - mean) / population standard deviation; zeros if all are equal. NaN, which is no
-    score, stays NaN, and is in neither."""
+    """(value - mean) / population standard deviation; zeros if all are equal up to rounding. NaN,
+    which is no score, stays NaN, and is in neither."""
     if any(map(math.isnan, values_N)):
         return _of_numbers(standardize, values_N)
-    if not values_N or min(values_N) == max(values_N):
+    if not values_N or are_equal(values_N):
         return [0.0] * len(values_N)
     values = np.asarray(values_N, np.float64)
     return [float(value) for value in (values - values.mean()) / values.std()]
@@ -62,7 +62,7 @@ def _of_numbers(
 
 def standardized_parts(parts_N: Sequence[Parts], names: Sequence[str]) -> list[dict[str, float]]:
     """Return the parts with (value - mean) / standard deviation of a sample in the place of each
-    value; 0 where all are equal. A part that does not apply is in neither.
+    value; 0 where all are equal up to rounding. A part that does not apply is in neither.
 
     GDPO (arXiv:2601.05242), eq. 4. Worked, two answers: values 0 and 1 → ∓0.707107.
     """

@@ -34,7 +34,7 @@ def check_kv_bits(config: Config) -> None:
     """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another
     policy than the one that is trained, and nothing corrects for it."""
     training, bits = config.rl_training, config.server.kv_bits
-    corrected = training.sampler_correction in ("tis", "mis", "icepop")
+    corrected = training.corrects_sampler
     reads_none = training.learns_from_rows or training.algorithm in PREFER_SAMPLED
     if bits is not None and not reads_none and not corrected:
         raise ConfigError(

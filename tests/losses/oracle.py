@@ -70,10 +70,11 @@ def _dppo(t: Terms) -> Array:
 
 def _gmpo(t: Terms) -> Array:
     low, high = -t.settings["clip_ratio"], t.settings["clip_ratio_high"]
-    up = np.minimum(t.log_ratio, high)
-    return (
-        -np.exp(_mean(np.where(t.advantages > 0, up, np.maximum(t.log_ratio, low)))) * t.advantages
+    new, held = (
+        np.where(t.advantages > 0, np.minimum(ratio, high), np.maximum(ratio, low))
+        for ratio in (t.log_ratio, t.held_log_ratio)
     )
+    return -np.exp(_mean(held)) * np.exp(new - held) * t.advantages
 
 
 def _vespo(t: Terms) -> Array:

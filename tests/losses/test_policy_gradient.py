@@ -356,6 +356,16 @@ def test_worked_sequences() -> None:
     np.testing.assert_allclose(gradient[0], [-0.099574] * 2, atol=1e-6)
     far = two_tokens([60.0, 60.0], 1.0), two_tokens([-60.0, -60.0], -1.0)
     assert all(abs(made("vespo")(inputs).loss.item()) < 1e-20 for inputs in far), "its weight fades"
+    steep = made("vespo", vespo_k_positive=6.0, vespo_lambda_positive=0.0)
+    assert steep(far[0]).loss.item() == 0, "TRL's least decay"
+
+
+def test_gmpo_gives_each_token_the_slope_of_its_own_advantage() -> None:
+    """Advantages 1 and -1 of two turns in one sequence, all ratios 1: by the mean of both nothing
+    would be learned."""
+    inputs = replace(two_tokens([0.0, 0.0], 1.0), advantages=mx.array([[1.0, -1.0]]))
+    gradient = value_and_grad(made("gmpo"), inputs)[1]
+    np.testing.assert_allclose(gradient[0], [-0.5, 0.5], atol=1e-6)
 
 
 def test_answers_that_the_policy_has_left_are_masked() -> None:

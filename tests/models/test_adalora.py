@@ -11,6 +11,7 @@ import pytest
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.deploy.convert_adapter import convert
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.adapters.adalora import save_adalora
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import SVDLinear
 from mlx_parallm.models.lora import (
@@ -213,6 +214,17 @@ def test_what_would_be_another_adapter_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(AdapterError, match=words):
         load_adapter(tmp_path / "peft")
+
+
+def test_layers_have_transformers_names_in_pefts_files(tmp_path: Path) -> None:
+    """GPT-2's; PEFT found none of mlx-lm's."""
+    pair = next(iter(adapter_layers(model_with_adapter(), factors=True).values()))
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    save_adalora(folder, {"model.h.0.attn.c_attn": pair}, dropout=0.0, schedule={})
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["transformer.h.0.attn.c_attn"]
+    assert [*load_adapter(folder).layers] == ["transformer.h.0.attn.c_attn"]
 
 
 def test_kinds_are_not_mixed_up(tmp_path: Path) -> None:

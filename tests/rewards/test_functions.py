@@ -502,6 +502,14 @@ def test_weights_and_keys_have_to_fit():
     ):
         with pytest.raises(ConfigError, match=message):
             parse_config({"environments": [entry]})
+    for method in ("absolute", "pareto", "relative", "gdpo"):
+        data = {"environments": [{"kind": "svrl", "reward_method": method}]}
+        data["rl_training"] = {"algorithm": "maxrl"}
+        if method in ("absolute", "pareto"):
+            parse_config(data)
+            continue
+        with pytest.raises(ConfigError, match="makes rewards below 0"):
+            parse_config(data)
 
 
 async def test_columns_are_what_the_episode_noted_in_the_end(made):

@@ -124,6 +124,7 @@ def test_gdpo_adds_up_z_scores_of_each_part():
         [0.57735 - half, -1.154701 + half, 0.57735, None], abs=1e-6
     )
     assert combine("gdpo", [{"a": 1.0}], {"a": 1.0}) == [0.0]
+    assert combine("gdpo", [{"a": 0.1 + 0.2}, {"a": 0.3}], {"a": 1.0}) == [0.0, 0.0], "rounding"
 
 
 def test_pareto_ranks_who_has_all_objectives():

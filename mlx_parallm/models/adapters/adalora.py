@@ -30,6 +30,7 @@ from mlx_parallm.models.adapters.adapter import (
     LoraPair,
     SvdFactors,
 )
+from mlx_parallm.models.adapters.names import name_of_transformers
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, check_adalora
 
 PREFIX = "base_model.model."
@@ -194,6 +195,7 @@ def save_adalora(
             " adapter has not: take --format peft"
         )
     [(init_r, scale)] = [kind for kind in kinds if kind]
+    layers = {name_of_transformers(path): pair for path, pair in layers.items()}
     for path, pair in sorted(pruned(layers).items()):
         assert pair.svd is not None
         tensors[f"{PREFIX}{path}.lora_A"] = mx.contiguous(pair.a.T)

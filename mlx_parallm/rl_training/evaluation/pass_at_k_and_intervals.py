@@ -101,7 +101,8 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 def gain_is_sure(pairs: Sequence[tuple[float | None, float | None]]) -> bool:
     """Whether values after are higher than before by more than chance, whatever the missing ones
-    (None, or not finite) would have been: each is taken as what speaks against it most.
+    (None, or not finite) would have been: each is taken as what speaks against it most, of the
+    values that there are, and 0 and 1 if all lie between.
 
     Answers that have no score are seldom like those that have one. Manski 1990, Nonparametric
     bounds on treatment effects. Worked: of (0, 1) six times and (0, None) nine times the nine are
@@ -109,6 +110,8 @@ def gain_is_sure(pairs: Sequence[tuple[float | None, float | None]]) -> bool:
     """
     finite = [tuple(map(finite_or_none, pair)) for pair in pairs]
     values = [value for pair in finite for value in pair if value is not None]
+    if all(0 <= value <= 1 for value in values):
+        values += [0.0, 1.0]
     filled = [
         (
             max(values) if before is None else before,

@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
     difference,
     estimate,
+    gain_is_sure,
     pass_at_k,
 )
 
@@ -95,3 +96,13 @@ def test_a_pairing_sees_what_two_intervals_do_not():
 )
 def test_a_difference_is_significant_by_p_else_by_its_interval(a, b, significant):
     assert difference(a, b).significant is significant
+
+
+def test_a_missing_value_may_be_any_that_there_can_be():
+    """Six answers better by a half, nine without a score: they may all have become worse, though no
+    answer that was scored has a 0."""
+    gained = [(0.5, 1.0)] * 6
+    assert not gain_is_sure([*gained, *[(0.5, None)] * 9])
+    assert not gain_is_sure([*gained, *[(None, 0.5)] * 9])
+    assert gain_is_sure([(0.5, 1.0)] * 20 + [(0.5, None)])
+    assert gain_is_sure([(2.0, 3.0)] * 6 + [(2.0, None)] * 3), "of other rewards no bound is known"

@@ -161,6 +161,10 @@ def test_options_stand_beside_the_preset() -> None:
             "ratio_level is set, but algorithm = 'reinforce'",
         ),
         ({"algorithm": "vespo", "sampler_correction": "tis"}, "vespo's weight is against"),
+        (
+            {"algorithm": "maxrl", "overlong_buffer": 4, "overlong_length": 8},
+            "overlong_buffer makes that of a wrong answer less",
+        ),
         ({"algorithm": "dppo", "ratio_level": "sequence"}, "it reads advantage, .*dppo_low"),
         ({"algorithm": "grpo", "dual_clip": 3.0}, "dual_clip is set, but algorithm = 'grpo'"),
         (

@@ -252,12 +252,19 @@ def test_a_quantised_sampler_is_refused_without_a_correction(kind: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "training", [{"sampler_correction": "tis"}, {"sampler_correction": "mis"}, {"algorithm": "sft"}]
+    "training",
+    [
+        {"sampler_correction": "tis"},
+        {"sampler_correction": "mis"},
+        {"algorithm": "vespo"},
+        {"algorithm": "vespo", "lora": {"qat_bits": 4}},
+        {"algorithm": "sft"},
+    ],
 )
 def test_a_quantised_sampler_is_allowed_with_a_correction_and_where_nothing_is_sampled(
     training: dict[str, Any],
 ) -> None:
-    data = {"data": {"path": "rows.jsonl"}} if "algorithm" in training else {}
+    data = {"data": {"path": "rows.jsonl"}} if training.get("algorithm") == "sft" else {}
     check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training} | data))
     check_kv_bits(parse_config({"rl_training": training} | data))
     pairs = {"rl_training": {"algorithm": "online_dpo"}}  # its loss reads no rollout_logprobs
