@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models import sums
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.sums import PassProof, Signals, evaluated, has_signal
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, make_groups
@@ -245,3 +247,34 @@ def test_an_expert_that_comes_and_goes_is_looked_at_at_each_doubling() -> None:
     model.give("111").learn()
     with pytest.raises(DeviceFaultError, match=r"layer\.lora_b"):
         model.give("100", "111").learn()
+
+
+@pytest.mark.parametrize("lost", [("layers.0.lora_b",), ("layers.0.lora_b", "layers.1.lora_b")])
+def test_gradients_that_are_lost_as_they_are_packed_are_noticed(
+    lost: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two bundles, or all: then their norm is 0 too."""
+    model = nn.Module()
+    model.layers = [nn.Module(), nn.Module()]
+    for layer in model.layers:
+        layer.lora_b = mx.ones((1024, 1024))  # a bundle each
+    optimizer = PolicyOptimizer(ParameterSlots(model), RLTrainingConfig(total_steps=9))
+    gradients = [mx.ones((1024, 1024))] * 2
+    assert optimizer.update(gradients, 1e-3).applied
+    silent = [mx.zeros((1024, 1024)), gradients[1]]
+    assert optimizer.update(silent, 1e-3).applied, "what is zeros again is right"
+    real, seen = mx.eval, list[int]()
+
+    def lossy(*results: Any) -> None:
+        real(*results)
+        if not seen:  # the norm and the bundles
+            seen.append(1)
+            norm, [packed] = results
+            for array in [*packed.values()][: len(lost)]:
+                array[:] = 0
+            if len(lost) == 2:
+                norm[...] = 0
+
+    monkeypatch.setattr(mx, "eval", lossy)
+    with pytest.raises(DeviceFaultError, match="as the optimizer takes it"):
+        optimizer.update([gradient + 0 for gradient in gradients], 1e-3)
