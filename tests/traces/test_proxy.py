@@ -16,10 +16,11 @@ from openai import OpenAI
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.systems.traces.privacy import secret_finder
-from mlx_parallm.systems.traces.proxy import _Recording, recording_proxy
+from mlx_parallm.systems.traces.proxy import LONGEST_EVENT, _Recording, recording_proxy
 from mlx_parallm.systems.traces.recorder import SessionRecorder
 from mlx_parallm.systems.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
+from tests.scripted_http import scripted_http
 from tests.server.serving import RunningServer, running_server
 from tests.traces.log_formats import traces_of
 from tests.traces.messages import assistant, user
@@ -329,6 +330,18 @@ def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer
     until(lambda: path.exists() and session(tmp_path, "cut").turns)
     assert [turn.status for turn in session(tmp_path, "cut").turns.values()] == [ABORTED]
     until(lambda: upstream.engine.stats().running == 0)
+
+
+def test_an_event_too_long_to_record_is_passed_on(tmp_path: Path) -> None:
+    stream = "data: " + "x" * (LONGEST_EVENT + 1) + "\n\n"
+    headers = {"Content-Type": "text/event-stream"}
+    with (
+        scripted_http(lambda *_: (200, headers, stream)) as (upstream, _),
+        served(recorder_before(upstream, tmp_path)) as url,
+    ):
+        body = {"messages": [QUESTION], "stream": True}
+        answer = httpx.post(f"{url}/sessions/x/v1/chat/completions", json=body)
+        assert answer.text == stream
 
 
 def test_an_upstream_that_is_away(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ from mlx_parallm.systems.traces.schema import SHAPES, Json
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 
 TIMEOUT_S = 600.0  # without a byte from the upstream
-LONGEST_EVENT = 8 << 20  # bytes
-BOUNDS = Bounds(event=LONGEST_EVENT)
+LONGEST_EVENT = 8 << 20  # bytes of one that is recorded
+BOUNDS = Bounds(event=Bounds.body)  # a longer one is passed on all the same
 _HOP_BY_HOP = (
     "connection",
     "keep-alive",
