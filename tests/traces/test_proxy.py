@@ -333,7 +333,7 @@ def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer
 
 
 def test_an_event_too_long_to_record_is_passed_on(tmp_path: Path) -> None:
-    stream = "data: " + "x" * (LONGEST_EVENT + 1) + "\n\n"
+    stream = "data: " + "x" * (LONGEST_EVENT + 2**20) + "\n\n"
     headers = {"Content-Type": "text/event-stream"}
     with (
         scripted_http(lambda *_: (200, headers, stream)) as (upstream, _),
