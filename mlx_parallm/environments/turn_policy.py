@@ -274,7 +274,7 @@ class EpisodePolicy:
             tokenizer, skips = cast(Any, self.tokenizer), params.skip_special_tokens
             with self.tokenizer_lock:
                 thinking = thinking_after(tokenizer, token_ids)
-            reasoning = shown_reasoning(tokenizer, thinking, skips=skips)
+                reasoning = shown_reasoning(tokenizer, thinking, skips=skips)
             params = dataclasses.replace(params, reasoning=reasoning)
         return Request(
             turn.name,

@@ -112,6 +112,21 @@ async def test_stop_strings_count_behind_the_reasoning_as_in_serving(tmp_path, t
     assert client.requests[1].params.reasoning is None  # nothing to look for
 
 
+async def test_the_tokenizer_is_asked_for_reasoning_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    tokens = {"<think>": False, "</think>": False}
+    tokenizer = tokenizer_with(tmp_path, tokens, chat_template=HERMES_TEMPLATE)
+    policy = EpisodePolicy(ScriptedClient(tokenizer, lambda *_: "3"), tokenizer, 1.0, 256)
+    hides, asked = tokenizer.hides, []
+
+    def noted(marker):
+        asked.append(policy.tokenizer_lock.locked())
+        return hides(marker)
+
+    monkeypatch.setattr(tokenizer, "hides", noted)
+    await EpisodeRunner(policy).run([plan(source(stop=("Question:",)))])
+    assert asked and all(asked)
+
+
 async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer):
     client = ScriptedClient(tokenizer, lambda *_: "3")
     built = source(max_tokens=100)
