@@ -411,6 +411,39 @@ def test_text_behind_a_call_is_another_answer_unless_its_result_follows(
     assert len(trace.messages[1]["tool_calls"]) == 2
 
 
+@pytest.mark.parametrize("order", [("c1", "c2", "c3"), ("c3", "c2", "c1"), ("c2", "c3", "c1")])
+def test_texts_and_thoughts_among_calls_are_one_answer_in_any_order_of_results(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    """Thoughts behind a call were lost, and calls behind a text stayed an answer without the first
+    one's result."""
+
+    def call(name: str) -> Json:
+        return item("function_call", call_id=name, name="run", arguments="{}")
+
+    thought = item("reasoning", summary=[{"type": "summary_text", "text": "hm"}])
+    rows = [said("user", "q"), call("c1"), said("assistant", "One."), thought, call("c2")]
+    rows += [said("assistant", "Two."), call("c3")]
+    rows += [item("function_call_output", call_id=name, output=name) for name in order]
+    rows += [said("assistant", "Done."), said("user", "and?"), said("assistant", "No.")]
+    [trace], _ = imported(lines(tmp_path / "a.jsonl", *rows), "codex")
+    answer = trace.messages[1]
+    assert roles(trace)[:6] == ["user", "assistant", "tool", "tool", "tool", "assistant"]
+    assert (answer["content"], answer["reasoning_content"]) == ("One.\n\nTwo.", "hm")
+    assert [each["id"] for each in answer["tool_calls"]] == ["c1", "c2", "c3"]
+
+
+def test_a_compaction_ends_what_stands_behind_a_call(tmp_path: Path) -> None:
+    """Its place was looked up among the messages that the compaction left."""
+    call = item("function_call", call_id="c1", name="run", arguments="{}")
+    left = [{"type": "message", "role": "user", "content": f"{n}"} for n in range(3)]
+    rows = [said("user", "q"), call, said("assistant", "One.")]
+    rows += [{"type": "compacted", "payload": {"message": "", "replacement_history": left}}]
+    rows += [item("function_call_output", call_id="c1", output="r"), said("assistant", "Two.")]
+    traces, _ = imported(lines(tmp_path / "a.jsonl", *rows), "codex")
+    assert roles(traces[1]) == ["user", "user", "user", "tool", "assistant"]
+
+
 # ---------------------------------------------------------------------- OTLP
 
 

@@ -66,8 +66,8 @@ class ItemLog:
     untrainable: str | None = None
     is_side: bool | None = None  # None: no line has said it yet
     ended: int = 0  # messages when a turn last came to its end
-    # place of an answer's text behind its calls: another answer, unless their results follow
-    behind_calls: int | None = None
+    # places of texts behind an answer's calls: other answers, unless the calls' results follow
+    behind_calls: set[int] = field(default_factory=set)
     items: list[str] = field(default_factory=list)  # the items of `messages` as text
     seen: set[str] = field(default_factory=set)  # the same
     replayed: int | None = None  # the item that a repeated history is at
@@ -173,7 +173,7 @@ def _compact(log: ItemLog, line: Json, place: str, report: ImportReport) -> None
     """Open a new trace with what a compaction left: its `replacement_history`, else its summary."""
     payload = line["payload"]
     log.messages, log.places, log.about, log.answered = [], [], [line], {}
-    log.opened, log.ended, log.untrainable = 0, 0, None
+    log.opened, log.ended, log.untrainable, log.behind_calls = 0, 0, None, set()
     history, summary = payload.get("replacement_history"), payload.get("message")
     if isinstance(history, list):
         report.expect(place, history)
@@ -245,7 +245,7 @@ def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
     answer = _open_answer(log)
     if answer.get("tool_calls"):
         answer = {"role": "assistant", "content": None}
-        log.behind_calls = len(log.messages)
+        log.behind_calls.add(len(log.messages))
         log.messages.append(answer)
     _add_content(answer, message["content"])
     _note(log, kept)
@@ -262,17 +262,47 @@ def _add_content(answer: Json, content: Any) -> None:
 
 
 def join_answer(log: ItemLog, call_id: str | None = None) -> None:
-    """Make one answer of calls and the text behind them: their results, or that of `call_id`,
-    follow both."""
-    at, log.behind_calls = log.behind_calls, None
-    if at is None or at != len(log.messages) - 1:
+    """Make one answer of calls and the texts behind them: their results, or that of `call_id`,
+    follow all of it, in any order."""
+    first = last = len(log.messages) - 1
+    if call_id is None:
+        while first in log.behind_calls:
+            first -= 1
+    else:
+        callers = (at - 1 for at in sorted(log.behind_calls) if _calls(log, at - 1, call_id))
+        first = last = next(callers, last)
+        while last + 1 in log.behind_calls:
+            last += 1
+    behind = log.messages[first + 1 : last + 1]
+    if not behind or any(message["role"] != "tool" for message in log.messages[last + 1 :]):
         return
-    calling, behind = log.messages[at - 1 :]
-    if call_id is None or any(call.get("id") == call_id for call in calling["tool_calls"]):
-        del log.messages[at]
-        _add_content(calling, behind["content"])
-        calling["tool_calls"] += behind.get("tool_calls", [])
-        _note(log, *behind.get("step", {}).get("extra", {}).get("lines", []))
+    for part in behind:
+        log.messages[first] = _joined(log.messages[first], part)
+    del log.messages[first + 1 : last + 1]
+    later = {at - len(behind) for at in log.behind_calls if at > last}
+    log.behind_calls = later | {at for at in log.behind_calls if at <= first}
+    log.ended -= max(0, min(log.ended, last + 1) - first - 1)
+
+
+def _calls(log: ItemLog, place: int, call_id: str) -> bool:
+    return any(call.get("id") == call_id for call in log.messages[place].get("tool_calls", ()))
+
+
+def _joined(answer: Json, part: Json) -> Json:
+    """Return an answer with what its part behind a call holds."""
+    if part["content"] or answer["content"] is None:
+        _add_content(answer, part["content"])
+    if "reasoning_content" in part:
+        thoughts = answer.get("reasoning_content", "") + part["reasoning_content"]
+        answer["reasoning_content"] = thoughts
+    answer.setdefault("tool_calls", []).extend(part.get("tool_calls", ()))
+    steps = [each.get("step", {}) for each in (answer, part)]
+    if not any(steps):
+        return answer
+    extra = dict(steps[1].get("extra", {}))
+    if lines := [line for step in steps for line in step.get("extra", {}).get("lines", ())]:
+        extra["lines"] = lines
+    return add_step(answer, **without(steps[1], "extra"), extra=extra)
 
 
 def _parts(content: Any) -> list[Any]:
@@ -361,11 +391,11 @@ def _open_answer(log: ItemLog) -> Json:
     return log.messages[-1]
 
 
-def _note(log: ItemLog, *kept: Json) -> None:
-    """Keep what the lines of parts of the newest answer hold beside them."""
-    if any(kept):
+def _note(log: ItemLog, kept: Json) -> None:
+    """Keep what the line of a part of the newest answer holds beside it."""
+    if kept:
         before = log.messages[-1].get("step", {}).get("extra", {}).get("lines", [])
-        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, *kept]})
+        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
 
 
 def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
