@@ -258,9 +258,11 @@ def episode_return(trajectories: Sequence[Trajectory]) -> list[float]:
     return [trajectory.metadata["return"] for trajectory in trajectories]
 
 
-def turn_rewards(trajectories: Sequence[Trajectory]) -> list[list[float]]:
-    """Return gymnasium's reward of each turn: a reward function for credit = "turn"."""
-    return [trajectory.metadata["rewards"] for trajectory in trajectories]
+def turn_rewards(trajectories: Sequence[Trajectory]) -> list[list[float] | None]:
+    """Return gymnasium's reward of each turn, None where a turn has none: a reward function for
+    credit = "turn"."""
+    rewards_N = [trajectory.metadata["rewards"] for trajectory in trajectories]
+    return [None if any(map(math.isnan, rewards)) else rewards for rewards in rewards_N]
 
 
 def _import_gymnasium() -> Any:

@@ -9,7 +9,11 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment, episode_return
+from mlx_parallm.environments.kinds.gymnasium import (
+    GymnasiumEnvironment,
+    episode_return,
+    turn_rewards,
+)
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state_source import StateSource
@@ -376,5 +380,8 @@ def test_a_step_without_a_reward_leaves_the_episode_without_a_score(nothing) -> 
     environment = GymnasiumEnvironment(None, "Silent-v0", observation_text="{observation}")
     state = environment.update_state(environment.reset(index=0), "hm")
     rollout = Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 0), 1.0, {})
-    [score] = episode_return([Trajectory("hm", rollout, metadata=state.metadata)])
+    trajectory = Trajectory("hm", rollout, metadata=state.metadata)
+    [score] = episode_return([trajectory])
     assert not has_score(score)
+    scored = Trajectory("hm", rollout, metadata={"rewards": [0.5, 0.0]})
+    assert turn_rewards([trajectory, scored]) == [None, [0.5, 0.0]], "the group is not lost"
