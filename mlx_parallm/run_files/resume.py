@@ -110,6 +110,7 @@ MAY_CHANGE = (
             "adam_eps",
             "decay_norms_and_biases",
             "max_grad_norm",
+            "advantage",
             "kl_beta",
             "entropy_weight",
             "entropy_aggregation",
