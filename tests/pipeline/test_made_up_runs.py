@@ -99,7 +99,8 @@ def one_answer(d: Draw) -> Made:
     same = d.scored([d.random.choice(WORDS)] * d.count, d.high)
     before = d.scored(["no"] * d.count, d.low) if d.random.random() < 0.5 else d.bad
     references = d.random.random() < 0.5
-    return d.run(before, same, "not better", "cannot tell", references=references)
+    # one word for all may agree less with the good answers than the words before
+    return d.run(before, same, "not better", "cannot tell", "worse", references=references)
 
 
 def nothing_scored(d: Draw) -> Made:
