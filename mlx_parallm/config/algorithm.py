@@ -139,8 +139,9 @@ def bounds_of(loss: str) -> dict[str, Any]:
     return {key.name: key.default for key in fields(LOSSES[loss]) if key.name not in SHARED}
 
 
-COMPARING = ("std", "std_sample", "mean", "rloo", "maxrl")  # with the other answers to the prompt
-ADVANTAGES = (*COMPARING, "none")
+# with the other answers to the prompt
+COMPARING = ("std", "std_sample", "mean", "rloo", "maxrl", "std_batch")
+ADVANTAGES = (*COMPARING, "none", "batch")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss": "clip", "loss_aggregation": "token", "advantage": "std"},
@@ -217,8 +218,8 @@ class AlgorithmSection(Section):
     constant_length: int | None = Field(None, ge=1)
     """Length that loss_aggregation = "constant" divides by; default: atropos.max_token_length."""
     advantage: str | None = None
-    """"std", "std_sample", "mean", "rloo", "maxrl", "none" (the reward itself), or
-    "python:file.py:function"."""
+    """"std", "std_sample", "mean", "rloo", "maxrl", "none" (the reward itself), "std_batch" and
+    "batch" (over the rewards of the whole step), or "python:file.py:function"."""
     advantage_whiten: bool | None = None
     """Subtract the mean of the advantages and divide by their std, over all tokens of the step
     (REINFORCE++)."""
@@ -310,6 +311,11 @@ class AlgorithmSection(Section):
         if self.constant_length is not None and self.loss_aggregation != "constant":
             raise ValueError(
                 'constant_length is set, but only read with loss_aggregation = "constant"'
+            )
+        if self.advantage == "batch" and self.credit == "turn":
+            raise ValueError(
+                'credit = "turn" compares turns within their group: advantage = "batch" compares'
+                ' episodes over the step ("std_batch" goes with both)'
             )
         if self.turn_gamma not in (None, 1.0) and self.credit != "turn":
             raise ValueError('turn_gamma is set, but only read with credit = "turn"')

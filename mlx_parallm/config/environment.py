@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlx_parallm.config.condition import condition_of
 from mlx_parallm.execution.user_code import is_reference
 
 HUB_PREFIX = "hf:"
@@ -143,6 +144,16 @@ class EnvironmentConfig(Section):
     Pareto front (pareto)."""
     reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
+    reward_conditions: dict[str, str] = Field(default_factory=dict)
+    """Rewards that count only where another one is good enough, else as 0: e.g. { format =
+    "math >= 1" }."""
+
+    @field_validator("reward_conditions")
+    @classmethod
+    def _are_conditions(cls, value: dict[str, str]) -> dict[str, str]:
+        for text in value.values():
+            condition_of(text)
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -224,7 +235,14 @@ DATASET_KEYS = (
     "pass_rates",
     "answer_column",
 )
-SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
+SCORING_KEYS = (
+    "prompt_format",
+    "rewards",
+    "reward_weights",
+    "reward_method",
+    "reward_options",
+    "reward_conditions",
+)
 
 
 def name_of_data(data: str) -> str:

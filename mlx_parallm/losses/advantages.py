@@ -21,8 +21,12 @@ from mlx_parallm.types import Rollout, RolloutGroup, are_equal, has_score
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
 
-AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "maxrl", "none"]
+BATCH_EPSILON = 1e-4  # TRL's
+
+AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "maxrl", "none", "std_batch", "batch"]
 KINDS = get_args(AdvantageKind)
+OverBatch = Literal["std_batch", "batch"]
+OVER_BATCH = get_args(OverBatch)
 Estimator = Callable[[Sequence[float]], tuple[float, ...] | None]
 
 
@@ -38,9 +42,11 @@ def group_advantages(
     rloo         r - mean of the others = G / (G - 1) · (r - mean) (arXiv:2402.14740)
     maxrl        (r - mean) / mean, of rewards from 0 on (MaxRL, arXiv:2602.02710)
     none         r itself (REINFORCE)
+    std_batch    r - mean, which `over_batch` divides by the std of the step's rewards
+    batch        r itself, which `over_batch` compares with the step's rewards
 
-    None: all are equal up to rounding ("none": all are 0). Raises ValueError: another kind.
-    ConfigError: "maxrl" of a reward below 0.
+    None: all are equal up to rounding ("none": all are 0; "batch": never). Raises
+    ValueError: another kind. ConfigError: "maxrl" of a reward below 0.
 
     Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107,
     -0.707107],
@@ -60,6 +66,8 @@ def group_advantages(
 def _group_advantages(
     rewards: Sequence[float], kind: AdvantageKind, epsilon: float
 ) -> tuple[float, ...] | None:
+    if kind == "batch":
+        return tuple(rewards)
     if kind == "none":
         return tuple(rewards) if any(rewards) else None
     largest = max(abs(reward) for reward in rewards)
@@ -77,7 +85,7 @@ def _group_advantages(
                 " below"
             )
         return tuple(value / mean for value in centred)
-    if kind in ("mean", "rloo"):
+    if kind in ("mean", "rloo", "std_batch"):
         scale = count / (count - 1) if kind == "rloo" else 1.0
         return tuple(scale * value * unit for value in centred)
     freedom = count - 1 if kind == "std_sample" else count
@@ -163,6 +171,7 @@ class Shaping:
     learn from an advantage of 0. Answers without a score are always left out.
     `turn_gamma`: each turn gets its own advantage, of rewards discounted by this factor;
     None: an episode has one advantage.
+    `over_batch`: the advantages of groups are one step of two (`over_batch`).
     """
 
     overlong_length: int
@@ -170,6 +179,7 @@ class Shaping:
     mask_truncated: bool
     leave_out_marked: bool
     turn_gamma: float | None = None
+    over_batch: OverBatch | None = None
 
     def reward(self, rollout: Rollout) -> float:
         """The reward that advantages are computed from. Metrics report the environment's own."""
@@ -234,6 +244,59 @@ def token_advantages(
         if group.advantages is None or any(value != 0 for row in rows for value in row)
         else None
     )
+
+
+def over_batch(
+    groups: Sequence[RolloutGroup],
+    rows: Sequence[tuple[tuple[float, ...], ...] | None],
+    shaping: Shaping,
+) -> list[tuple[tuple[float, ...], ...] | None]:
+    """Advantages of a step's groups, as `token_advantages` made them, over the rewards of all its
+    scored rollouts.
+
+    std_batch    divided by (std + 1e-4): (r - mean of the group) / std of the step
+    batch        (r - mean of the step) / (std of the step + 1e-4)
+
+    The std is of a sample. These are TRL's scale_rewards = "batch" and the last step of its
+    multi_objective_aggregation = "normalize_then_sum" (GDPO, arXiv:2601.05242, eq. 6). Groups whose
+    advantages an environment brings keep them, and their rewards do not count; nor does a rollout
+    that is left out get any.
+
+    Worked: groups [1, 0] and [4, 1] have the mean 1.5 and the std 1.732051 → std_batch [0.288658,
+    -0.288658], [0.865976, -0.865976]; batch [-0.288658, -0.865976], [1.443292, -0.288658].
+    """
+    kind = shaping.over_batch
+    if kind is None:
+        return list(rows)
+    compared = [group.advantages is None for group in groups]
+    rewards = [
+        shaping.reward(rollout)
+        for group, is_compared in zip(groups, compared, strict=True)
+        if is_compared
+        for rollout in group.scored
+    ]
+    unit = max(1.0, max(map(abs, rewards), default=0.0) / LARGEST_SUMMED)
+    mean = math.fsum(reward / unit for reward in rewards) / max(len(rewards), 1)
+    squares = math.fsum((reward / unit - mean) ** 2 for reward in rewards)
+    equal = not rewards or are_equal(rewards)
+    std = 0.0 if equal else math.sqrt(squares / (len(rewards) - 1))
+    base = mean if kind == "batch" else 0.0
+
+    def scaled(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple((value / unit - base) / (std + BATCH_EPSILON) for value in row)
+
+    results: list[tuple[tuple[float, ...], ...] | None] = []
+    for group, of_group, is_compared in zip(groups, rows, compared, strict=True):
+        if of_group is None or not is_compared:
+            results.append(of_group)
+            continue
+        silent = [
+            rollout.zero_advantage or shaping.leaves_out(rollout) for rollout in group.rollouts
+        ]
+        results.append(
+            tuple(row if left else scaled(row) for row, left in zip(of_group, silent, strict=True))
+        )
+    return results
 
 
 def by_segment(row: Sequence[float], rollout: Rollout) -> list[tuple[float, ...]]:

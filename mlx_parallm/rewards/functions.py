@@ -43,6 +43,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_parallm.config.condition import Condition, condition_of
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.execution.tool_client import ToolClient
@@ -92,6 +93,11 @@ class TurnScores(float):
         score = super().__new__(cls, math.fsum(turns))
         score.turns = tuple(turns)
         return score
+
+
+def nothing(score: float | None) -> float:
+    """Return 0 in the form of this score."""
+    return TurnScores([0.0] * len(score.turns)) if isinstance(score, TurnScores) else 0.0
 
 
 Score = float | str | None
@@ -165,6 +171,7 @@ class RewardFunctions:
         key: str,
         method: Method = "absolute",
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        conditions: Mapping[str, str] | None = None,
     ) -> None:
         """Load and check the functions.
 
@@ -173,6 +180,7 @@ class RewardFunctions:
             columns: of every task; None: not known before there is one.
             key: the configuration key that names the functions.
             options: keyword arguments by the functions' names.
+            conditions: of functions by their names, on the score of another.
 
         Raises ConfigError: a reference that cannot be loaded or is not a reward, wrong options, a
         parameter that is neither TRL's nor a column, or a column with the name of the sampled
@@ -196,6 +204,25 @@ class RewardFunctions:
         ):
             _check_parameters(function, columns, f"{key}: {reference}")
             self._functions.append(replace(function, weight=weight))
+        self._conditions = {
+            name: self._condition_of(name, text) for name, text in (conditions or {}).items()
+        }
+
+    def _condition_of(self, name: str, text: str) -> Condition:
+        """Raises ConfigError: a name that no function has, or a function's condition on itself."""
+        condition = condition_of(text)
+        for each in (name, condition.name):
+            if each not in self.names:
+                near = did_you_mean(each, self.names)
+                raise ConfigError(
+                    f"reward_conditions: there is no reward {each!r}{near}; there are"
+                    f" {', '.join(self.names)}"
+                )
+        if name == condition.name:
+            raise ConfigError(
+                f"reward_conditions: {name} is its own condition: name another reward"
+            )
+        return condition
 
     @classmethod
     def from_config(
@@ -224,6 +251,7 @@ class RewardFunctions:
             key="environments: rewards",
             method=config.reward_method,
             options=config.reward_options,
+            conditions=config.reward_conditions,
         )
 
     @classmethod
@@ -279,8 +307,9 @@ class RewardFunctions:
             if not self._functions:
                 return [{"reward": 0.0} for _ in trajectories]
             parts_G, metrics, extra_G = await self.parts(prompt, row, trajectories, state)
-            rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
-            turns_G = [self._turn_rewards(parts or {}) for parts in parts_G]
+            counted_G = [self._counted(parts or {}) for parts in parts_G]
+            rewards = combine(self._method, counted_G, weights)
+            turns_G = list(map(self._turn_rewards, counted_G))
             scored = [value for value in rewards if value is not None]
             if not scored and None in parts_G:
                 raise RolloutRejectedError(
@@ -310,6 +339,17 @@ class RewardFunctions:
             ]
 
         return reward
+
+    def _counted(self, parts: Parts) -> Parts:
+        """Return the scores with 0 in the place of those whose condition does not hold."""
+        void = {
+            name
+            for name, condition in self._conditions.items()
+            if parts.get(name) is not None and not condition.holds(parts.get(condition.name))
+        }
+        return {
+            name: score if name not in void else nothing(score) for name, score in parts.items()
+        }
 
     def _turn_rewards(self, parts: Parts) -> list[float] | None:
         """Return the weighted sum of the scores of each turn; None: no function scored turns.

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.types import MAX_REWARD, Trajectory, are_equal, has_score
 
 METHODS: tuple[Method, ...] = get_args(Method)
+GDPO_EPSILON = 1e-4
 
 Parts = Mapping[str, float | None]  # None: the part does not apply
 Objective = Callable[[Trajectory], float | None]
@@ -61,19 +62,21 @@ def _of_numbers(
 
 
 def standardized_parts(parts_N: Sequence[Parts], names: Sequence[str]) -> list[dict[str, float]]:
-    """Return the parts with (value - mean) / standard deviation of a sample in the place of each
-    value; 0 where all are equal up to rounding. A part that does not apply is in neither.
+    """Return the parts with (value - mean) / (standard deviation of a sample + 1e-4) in the place
+    of each value; 0 where all are equal up to rounding. A part that does not apply is in neither.
 
-    GDPO (arXiv:2601.05242), eq. 4. Worked, two answers: values 0 and 1 → ∓0.707107.
+    GDPO (arXiv:2601.05242), eq. 4; 1e-4 as TRL's. Worked, two answers: values 0 and 1 → ∓0.707007.
     """
     results: list[dict[str, float]] = [{} for _ in parts_N]
     for name in names:
         values = {
             n: value for n, parts in enumerate(parts_N) for _, value in _applicable(parts, [name])
         }
-        of_a_sample = math.sqrt((len(values) - 1) / len(values)) if values else 0.0
+        equal = len(values) < 2 or are_equal(list(values.values()))
+        std = 0.0 if equal else stdev(values.values())
         for n, value in zip(values, standardize(list(values.values())), strict=True):
-            results[n][name] = value * of_a_sample
+            scale = math.sqrt((len(values) - 1) / len(values)) * std / (std + GDPO_EPSILON)
+            results[n][name] = value * scale
     return results
 
 

@@ -5,7 +5,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference
-from mlx_parallm.losses.advantages import Shaping
+from mlx_parallm.losses.advantages import OVER_BATCH, Shaping
 from mlx_parallm.rl_training.step.algorithms import ALGORITHMS, Algorithm, taught
 from mlx_parallm.system.log import get_logger
 
@@ -21,6 +21,7 @@ def configured_shaping(training: LearningSection) -> Shaping:
         mask_truncated=training.mask_truncated,
         leave_out_marked=training.kl_in == "reward",
         turn_gamma=turn_gamma if training.credit == "turn" else None,
+        over_batch=next((kind for kind in OVER_BATCH if kind == training.advantage), None),
     )
 
 

@@ -39,6 +39,7 @@ from mlx_parallm.losses.advantages import (
     Estimator,
     Shaping,
     by_segment,
+    over_batch,
     pair_advantages,
     token_advantages,
 )
@@ -503,7 +504,9 @@ class RolloutBuffer:
         self, chosen: list[tuple[RolloutGroup, Advantages | None]], step: int
     ) -> tuple[TrainSequence, ...]:
         sequences = []
-        for group, advantages in chosen:
+        groups = [group for group, _ in chosen]
+        of_batch = over_batch(groups, [each for _, each in chosen], self._shaping)
+        for group, advantages in zip(groups, of_batch, strict=True):
             if (answer := self._dataset_completion(group)) is not None:
                 none = (0.0,) * len(answer.tokens)
                 sequences.append(TrainSequence(answer, none, fresh=False, from_dataset=True))

@@ -22,7 +22,14 @@ from typing import Any, Literal
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
-from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, by_segment, token_advantages
+from mlx_parallm.losses.advantages import (
+    OVER_BATCH,
+    PLAIN,
+    Estimator,
+    Shaping,
+    by_segment,
+    token_advantages,
+)
 from mlx_parallm.rl_training.monitor.readable import Readable, without_template
 from mlx_parallm.rollout_store.store import GroupRecord
 from mlx_parallm.runs.run import Run
@@ -383,7 +390,8 @@ class Answers:
             return False
         training = self.run.config.rl_training
         kl_in_reward = training.kl_in == "reward" and training.kl_beta > 0
-        return training.algorithm == "ppo" or training.advantage_whiten or kl_in_reward
+        over_batch = training.advantage_whiten or training.advantage in OVER_BATCH
+        return training.algorithm == "ppo" or over_batch or kl_in_reward
 
     def _advantages(self, record: GroupRecord) -> tuple[Advantage, ...] | None:
         """Return one for each answer; None: there is nothing to learn from the group, or it was

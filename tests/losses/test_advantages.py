@@ -1,20 +1,26 @@
 """Group advantages against hand-worked numbers and the values of other trainers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
+    PLAIN,
     AdvantageKind,
+    OverBatch,
     group_advantages,
+    over_batch,
     overlong_penalty,
     raw_rewards,
     to_go,
     token_advantages,
     whiten,
 )
+from mlx_parallm.rewards.methods import combine
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.rollouts import make_group, make_rollout
 
@@ -65,6 +71,9 @@ GROUPS = ([1, 0, 0], [0.5, 0.25, 1])
         ("rloo", 0.0, [1, -0.5, -0.5, -0.125, -0.5, 0.625]),
         ("maxrl", 0.0, [2, -1, -1, -0.142857, -0.571429, 0.714286]),
         ("none", 0.0, [1, 0, 0, 0.5, 0.25, 1]),
+        # before `over_batch`
+        ("std_batch", 0.0, [0.666667, -0.333333, -0.333333, -0.083333, -0.333333, 0.416667]),
+        ("batch", 0.0, [1, 0, 0, 0.5, 0.25, 1]),
     ],
 )
 def test_other_trainers_numbers(kind: AdvantageKind, epsilon: float, expected: list[float]) -> None:
@@ -164,3 +173,62 @@ def test_no_size_of_reward_overflows(kind: AdvantageKind, size: float) -> None:
     expected = group_advantages([1.0, -1.0, 0.0], kind)
     scale = 1.0 if kind.startswith("std") else size
     assert got == pytest.approx([value * scale for value in expected])
+
+
+NAN = float("nan")
+CONFLICT = [[1, 0], [0, 0], [0, 1]], [[0.5, 1], [0.25, 0], [1, 0]]  # two rewards, weights 1 and 2
+
+
+def of_step(kind: OverBatch, groups: Sequence[RolloutGroup]) -> list[float]:
+    """The advantages of a step, one for each of its rollouts, each the same at all its tokens."""
+    shaping = replace(PLAIN, over_batch=kind)
+    rows = [token_advantages(group, partial(group_advantages, kind=kind)) for group in groups]
+    found = [row for each in over_batch(groups, rows, shaping) for row in each or ()]
+    assert all(len(set(row)) == 1 for row in found)
+    return [row[0] for row in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "expected"),
+    [
+        # TRL 1.16, scale_rewards="batch"
+        ("std_batch", GROUPS, [1.453028, -0.726514, -0.726514, -0.181629, -0.726514, 0.908143]),
+        # the same with a completion that no function scored
+        (
+            "std_batch",
+            ([1, 0, NAN], GROUPS[1]),
+            [1.117784, -1.117784, 0, -0.186297, -0.745189, 0.931487],
+        ),
+        # and multi_objective_aggregation="normalize_then_sum"
+        (
+            "batch",
+            [
+                combine("gdpo", [{"a": a, "b": b} for a, b in each], {"a": 1, "b": 2})
+                for each in CONFLICT
+            ],
+            [0, -1.017459, 1.017459, 1.228436, -1.191012, -0.037424],
+        ),
+        ("batch", ([1, 0], [4, 1]), [-0.288658, -0.865976, 1.443292, -0.288658]),  # by hand
+        ("batch", ([1, 1], [1, 1]), [0, 0, 0, 0]),
+        ("batch", ([1], [NAN]), [0]),
+    ],
+)
+def test_advantages_over_a_step_are_trls(
+    kind: OverBatch, rewards: Sequence[Sequence[float]], expected: list[float]
+) -> None:
+    found = of_step(kind, [make_group(str(i), each) for i, each in enumerate(rewards)])
+    assert found == pytest.approx(expected, abs=2e-6)
+
+
+def test_what_is_left_out_of_a_step_and_what_brings_its_own_advantages() -> None:
+    """The own advantages stay, and their rewards are in no mean; a marked rollout is in the mean
+    and learns nothing."""
+    own = replace(make_group("own", [100.0, -100.0]), advantages=(0.5, -0.5))
+    marked = make_group("m", [4, 1])
+    silent = replace(marked.rollouts[0], zero_advantage=True)
+    marked = replace(marked, rollouts=(silent, marked.rollouts[1]))
+    found = of_step("batch", [make_group("a", [1, 0]), own, marked])
+    assert found == pytest.approx([-0.288658, -0.865976, 0.5, -0.5, 0, -0.288658], abs=1e-5)
+    assert of_step("std_batch", [make_group("a", [1e300, -1e300])]) == pytest.approx(
+        [0.5**0.5, -(0.5**0.5)], abs=1e-5
+    )

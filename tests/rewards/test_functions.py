@@ -13,7 +13,7 @@ from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards import functions as functions_module
 from mlx_parallm.rewards.base import UNSCORED, exact_match, score_group, verifier
-from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, TurnScores
 from tests.rewards.trajectories import ROLLOUT, trajectory
 
 pytestmark = pytest.mark.usefixtures("own_search_path")
@@ -26,11 +26,11 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def functions(tmp_path):
-    def build(text, *names, weights=(), columns=tuple(ROW)):
+    def build(text, *names, weights=(), columns=tuple(ROW), **others):
         file = tmp_path / f"score{next(NUMBERS)}.py"
         file.write_text(text)
         references = [f"python:{file}:{name}" for name in names or ("f",)]
-        return RewardFunctions(references, weights, columns=columns, key="rewards")
+        return RewardFunctions(references, weights, columns=columns, key="rewards", **others)
 
     return build
 
@@ -105,6 +105,36 @@ async def test_several_functions_are_added_up_by_their_weights(functions):
         {"rewards/right": 0.0, "rewards/short": 0.5, "rewards/Judge": 0.5, "reward": 0.0},
         {"rewards/right": 0.0, "rewards/Judge": 0.5, "reward": -0.5},  # None is left out of the sum
     ]
+
+
+async def test_a_reward_counts_only_where_its_condition_holds(functions):
+    """As 0 otherwise, in every method; what is reported is the score as it was made."""
+    made = functions(TWO, "right", "short", conditions={"short": "right >= 1"})
+    got = await scores(made, "4", "55", "?")
+    assert [each["reward"] for each in got] == [2.0, 0.0, 0.0]
+    assert [each.get("rewards/short") for each in got] == [1.0, 0.5, None]
+    turns = "def turns(completions): return [[3.0] for _ in completions]\n"
+    made = functions(TWO + turns, "right", "turns", conditions={"turns": "right > 0"})
+    got = await scores(made, "4", "5")
+    assert [each["reward"] for each in got] == [4.0, 0.0]
+    void = made._counted({"right": 0.0, "turns": TurnScores([1.0, 2.0])})
+    assert made._turn_rewards(void) == [0.0, 0.0], "turns keep their number"
+    made = functions(TWO, "right", "short", conditions={"right": "short >= 0"}, method="gdpo")
+    got = await scores(made, "4", "?")  # `short` does not apply to the second one
+    assert [each["reward"] > 0 for each in got] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ({"short": "rigth >= 1"}, "no reward 'rigth'.*did you mean 'right'"),
+        ({"long": "right >= 1"}, "no reward 'long'"),
+        ({"short": "short >= 1"}, "short is its own condition"),
+    ],
+)
+def test_conditions_name_two_rewards(functions, conditions, message):
+    with pytest.raises(ConfigError, match=message):
+        functions(TWO, "right", "short", conditions=conditions)
 
 
 async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(functions):
@@ -498,6 +528,8 @@ def test_weights_and_keys_have_to_fit():
             "2 reward_weights for 1 rewards",
         ),
         ({"kind": "svrl", "reward_method": "best"}, "reward_method"),
+        ({"kind": "svrl", "reward_conditions": {"a": "b = 1"}}, "'b = 1' is no condition"),
+        ({"kind": "svrl", "reward_conditions": {"a": "b > nan"}}, "is no condition"),
         ({"kind": "svrl", "data": "rows.jsonl"}, "data belongs"),
     ):
         with pytest.raises(ConfigError, match=message):

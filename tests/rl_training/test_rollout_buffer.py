@@ -765,3 +765,27 @@ def test_turns_have_advantages_of_their_own(store: RolloutStore) -> None:
         pytest.approx((-0.5,) * 5),
     ]
     assert batch.statistics.sequences_with_episode_credit == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("std_batch", [0.288658, -0.288658, 0.865976, -0.865976]),
+        ("batch", [-0.288658, -0.865976, 1.443292, -0.288658]),
+    ],
+)
+def test_advantages_are_over_the_step(
+    store: RolloutStore, kind: str, expected: list[float]
+) -> None:
+    """Of its groups alone, and the same when an interrupted step is continued."""
+    config = make_config(advantage=kind, batch=4)
+    algorithm, shaping = make_algorithm(config), configured_shaping(config)
+    for number, rewards in enumerate(([1.0, 0.0], [4.0, 1.0], [900.0, 0.0])):
+        store.add(make_group(f"g{number}", rewards), source="test")
+    buffer = RolloutBuffer(
+        store, VersionSteps(), algorithm.advantages, config, shaping=shaping_of(algorithm, shaping)
+    )
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch is not None
+    for each in (batch, buffer.resume(1, batch.group_ids)):
+        assert [s.advantages[-1] for s in each.sequences] == pytest.approx(expected, abs=1e-5)

@@ -150,9 +150,8 @@ def test_names_of_the_tables_are_trls() -> None:
         ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
         ({"temperature": -1.0}, "temperature"),
         ({"loss_type": "vespo", "delta": 2.0}, "delta is a bound of the clipped loss"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, '"gdpo"'),
+        ({"multi_objective_aggregation": "sum"}, "normalize_then_sum"),
         ({"loss_type": "cispo"}, "epsilon_high"),
-        ({"scale_rewards": "batch"}, "an advantage here is of one group"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_ratio"),
     ],
 )
@@ -343,6 +342,8 @@ def test_a_grpo_configuration() -> None:
             {"loss_type": "vespo", "off_policy_mask_threshold": 0.5},
             {"loss": "vespo", "loss_aggregation": "token", "off_policy_mask": 0.5},
         ),
+        ({"scale_rewards": "batch"}, {"advantage": "std_batch"}),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, {"advantage": "batch"}),
         ({"delta": 2.5}, {"loss": "two_sided", "ratio_delta": 2.5}),
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
@@ -594,6 +595,7 @@ OTHER_VALUES: dict[str, Any] = {
     **{
         "importance_sampling_level": "sequence",
         "scale_rewards": False,
+        "multi_objective_aggregation": "normalize_then_sum",
         "num_generations": 4,
         "max_length": 99,
     },

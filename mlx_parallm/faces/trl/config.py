@@ -293,9 +293,14 @@ class GRPOConfig(SampledConfig):
         "dapo"
     )
     """How the tokens' losses become one number, and which loss it is."""
-    scale_rewards: bool | Literal["group", "none"] = "group"
-    """Divide a group's advantages by the standard deviation of its rewards; False or "none": do
-    not."""
+    scale_rewards: bool | Literal["group", "batch", "none"] = "group"
+    """Divide a group's advantages by the standard deviation of its rewards; "batch": of all that
+    were sampled together; False or "none": do not."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """"normalize_then_sum" (GDPO): each reward function is normalised within its group, and their
+    weighted sum over all completions that were sampled together; scale_rewards is not read."""
     reward_weights: tuple[float, ...] | None = None
     """One weight for each reward function; default: 1."""
     entropy_coef: float = Field(0.0, ge=0)

@@ -136,7 +136,9 @@ HOW: Mapping[str, str] = {
         " `.sft_loss` (SFT)"
     ),
     "importance_sampling_level": "`rl_training.ratio_level`",
-    "scale_rewards": '`rl_training.advantage`: `"std_sample"` or `"mean"`',
+    "scale_rewards": '`rl_training.advantage`: `"std_sample"`, `"std_batch"` or `"mean"`',
+    "multi_objective_aggregation": '`environments.0.reward_method = "gdpo"` and'
+    ' `rl_training.advantage = "batch"`',
     "sync_ref_model": '`rl_training.reference = "ema"`',
     "ref_model_mixup_alpha": "`rl_training.reference_decay` = 1 - this",
     "ref_model_sync_steps": "`rl_training.reference_update_every`, in steps",
@@ -157,6 +159,11 @@ AGGREGATION = {
     **dict.fromkeys(("grpo", "sapo"), "sequence"),
     "dr_grpo": "constant",
     "luspo": "sequence_sum",
+}
+ADVANTAGE: Mapping[bool | str, str] = {
+    **dict.fromkeys((True, "group"), "std_sample"),
+    **dict.fromkeys((False, "none"), "mean"),
+    "batch": "std_batch",
 }
 TRACKERS = ("wandb", "tensorboard", "trackio")
 KINDS: Mapping[type[TrainerConfig], str] = {
@@ -458,6 +465,7 @@ def _add_rollouts(
             "rewards": list(rewards),
         }
         | ({"group_size": 1} if isinstance(args, TaughtConfig) else {})
+        | ({"reward_method": "gdpo"} if _is_gdpo(args) else {})
     ]
     if evaluated is not None:
         if evaluated.conversational != chat:
@@ -520,7 +528,7 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
     if args.loss_type == "dr_grpo":
         bounds["constant_length"] = args.max_completion_length
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
-        "advantage": "mean" if args.scale_rewards in (False, "none") else "std_sample",
+        "advantage": "batch" if _is_gdpo(args) else ADVANTAGE[args.scale_rewards],
         "kl_estimator": "k3_ratio" if args.use_bias_correction_kl else "k3",
         "entropy_aggregation": "token",
         "dynamic_sampling": False,
@@ -531,6 +539,11 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
             args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule
         )
     return keys
+
+
+def _is_gdpo(args: TrainerConfig) -> bool:
+    gdpo = "normalize_then_sum"
+    return isinstance(args, GRPOConfig) and args.multi_objective_aggregation == gdpo
 
 
 def _taught_keys(args: TaughtConfig, teacher: str | None) -> dict[str, Any]:
