@@ -86,8 +86,8 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    # markers of reasoning that the text may begin with, in which stop strings do not count; the
-    # first is "" if the prompt has opened it
+    # markers of reasoning that the text may begin with, in which stop strings do not count where
+    # the text shows them; the first is "" if the prompt has opened it
     reasoning: tuple[str, str] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -107,6 +107,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structure: Structure | None = None  # what the text must match
     pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled so
+    # longest reasoning, in tokens between its markers; None or -1 = any length
+    thinking_token_budget: int | None = None
 
     @property
     def filters(self) -> bool:
@@ -114,9 +116,15 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def has_thinking_budget(self) -> bool:
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
+
+    @property
     def is_constrained(self) -> bool:
-        """True when a grammar or a list says which tokens may come next."""
-        return bool(self.allowed_token_ids) or self.structure is not None
+        """True when a grammar, a list or a budget says which tokens may come next."""
+        return (
+            bool(self.allowed_token_ids) or self.structure is not None or self.has_thinking_budget
+        )
 
     @property
     def reshapes_distribution(self) -> bool:

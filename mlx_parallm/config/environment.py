@@ -81,6 +81,9 @@ class EnvironmentConfig(Section):
     """Longest completion of one turn."""
     stop: tuple[str, ...] = ()
     """Stop strings. They count behind an answer's reasoning."""
+    thinking_token_budget: int | None = Field(None, ge=0)
+    """Longest reasoning of one turn, in tokens: then its end is forced, and what was forced is not
+    trained on. Default: any length, up to max_tokens."""
     system_prompt: str | None = None
     """System message before the task's own messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

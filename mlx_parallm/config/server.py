@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -94,6 +94,10 @@ class ServerConfig(Section):
     """"auto" = temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of OpenAI's and Anthropic's routes, as in vLLM;
     "off" = neutral ones. Default: "auto"; "off" in a training, which samples from the policy."""
+    reasoning_budgets: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Longest reasoning, in tokens, of a chat that asks for an effort (`reasoning_effort`,
+    `reasoning.effort`, `output_config.effort`) and sets no `thinking_token_budget`, e.g. { low =
+    256, medium = 2048 }."""
     embedding_pooling: Literal["mean", "last"] = "mean"
     """How /v1/embeddings makes one vector of a text's hidden states, where a request does not
     say: their mean, or the last token's."""

@@ -107,6 +107,7 @@ class Engine:
             options.default_max_tokens,
             room.prompt_cost,
             self.companions.placeholder,
+            ends_thinking=bool(tokenizer.think_markers and tokenizer.think_markers[1]),
         )
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
         self.weights = weights
@@ -257,9 +258,7 @@ class Engine:
             and self.scheduler.steady
             and not self.scores
             and not self._draft_row.has_draft(self._draftable_rows)
-            and not any(
-                s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows
-            )
+            and not any(sequence.awaits_token for sequence in launched.rows)
         )
 
     def _read(self, launched: LaunchedStep) -> None:

@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -35,7 +35,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from mlx_parallm.engine.json_schema import NO_TEXT, for_grammar
 from mlx_parallm.errors import RequestError
 from mlx_parallm.system.foreign_json import validator
-from mlx_parallm.types import SamplingParams, Structure
+from mlx_parallm.types import Structure
 
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
@@ -76,32 +76,66 @@ _UNKNOWN_KEYS, _UNKNOWN_FORMAT, _COUNTS = (
 )
 
 
+class TokenMatcher(Protocol):
+    """A source of the tokens that may come next in a choice."""
+
+    @property
+    def forces(self) -> bool: ...
+
+    @property
+    def error_code(self) -> str: ...
+
+    def binds(self, ahead: int = 0) -> bool: ...
+
+    def allowed(self) -> np.ndarray: ...
+
+    def advance(self, token: int) -> str | None: ...
+
+
 class Matcher:
     """The state of one choice's text in its grammar. Engine thread only.
 
     Args:
         state: its own copy of the compiled grammar.
+        width: how many tokens a mask speaks of; the library's may be longer.
         min_tokens: so many tokens come before an end, unless the grammar leaves nothing but the
             end.
         ends: token ids that end the choice; `eos`: those of them that end the grammar's text.
     """
 
-    __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken", "forces")
+    __slots__ = (
+        "_bytes",
+        "_eos",
+        "_going_on",
+        "_min_tokens",
+        "_slow",
+        "_state",
+        "_taken",
+        "forces",
+    )
     error_code = GRAMMAR_CODE
 
     def __init__(
-        self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Set[int] = frozenset()
+        self,
+        state: LLMatcher,
+        width: int,
+        min_tokens: int,
+        ends: Iterable[int],
+        eos: Set[int] = frozenset(),
     ) -> None:
         self._state, self._eos = state, eos
+        self._bytes = mask_bytes(width)
         self._min_tokens = min_tokens
         self._taken = 0
         self._slow = False
         self.forces = False  # the last `allowed` left no choice
         self._going_on: np.ndarray | None = None
         if min_tokens:
-            going_on = np.ones(8 * len(state.compute_bitmask()), bool)
-            going_on[list(ends)] = False
-            self._going_on = np.packbits(going_on, bitorder="little")
+            self._going_on = ~bits_of(ends, width)
+
+    def binds(self, ahead: int = 0) -> bool:
+        """Return whether a mask may be needed once `ahead` further tokens are known."""
+        return True
 
     def advance(self, token: int) -> str | None:
         """Takes the sampled token. Returns an error if the grammar has become too complex, or
@@ -115,9 +149,9 @@ class Matcher:
         return f"the grammar cannot be followed any further: {reason}"
 
     def allowed(self) -> np.ndarray:
-        """Bits of the tokens that may come next, the lowest first: [V/8, rounded up to 4] uint8."""
+        """Bits of the tokens that may come next, the lowest first: [mask_bytes(width)] uint8."""
         started = time.thread_time()
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)[: self._bytes]
         self._slow = time.thread_time() - started > SLOW_MASK_S
         if self._going_on is not None and self._taken < self._min_tokens:
             longer = bits & self._going_on
@@ -134,12 +168,10 @@ class OnlyTokens:
         ids: the tokens; `width`: how many tokens a mask speaks of.
     """
 
-    __slots__ = ("_bits", "_matcher", "forces")
+    __slots__ = ("_bits", "_matcher", "_now", "forces")
 
-    def __init__(self, ids: Iterable[int], width: int, matcher: Matcher | None) -> None:
-        allowed = np.zeros(-(-width // 32) * 32, bool)
-        allowed[list(ids)] = True
-        self._bits = np.packbits(allowed, bitorder="little")
+    def __init__(self, ids: Iterable[int], width: int, matcher: "TokenMatcher | None") -> None:
+        self._bits = self._now = bits_of(ids, width)
         self._matcher = matcher
         self.forces = _no_choice(self._bits, frozenset())  # same meaning as `Matcher.forces`
 
@@ -150,19 +182,35 @@ class OnlyTokens:
     def advance(self, token: int) -> str | None:
         """Describe the fault of a drawn token; "" unless no token may come
         next."""
-        if self._matcher is not None:
-            return self._matcher.advance(token)
-        allowed = self._bits[token // 8] >> (token % 8) & 1
+        if self._matcher is not None and (broken := self._matcher.advance(token)):
+            return broken
+        allowed = self._now[token // 8] >> (token % 8) & 1
         return None if allowed else f"no token may come next: {token} is none of allowed_token_ids"
+
+    def binds(self, ahead: int = 0) -> bool:
+        """Return whether a mask may be needed (`Matcher.binds`)."""
+        return True
 
     def allowed(self) -> np.ndarray:
         if self._matcher is None:
             return self._bits
         grammar = self._matcher.allowed()
         both = grammar & self._bits
-        bits = both if both.any() else grammar
-        self.forces = self._matcher.forces or _no_choice(bits, frozenset())
-        return bits
+        self._now = both if both.any() else grammar
+        self.forces = self._matcher.forces or _no_choice(self._now, frozenset())
+        return self._now
+
+
+def mask_bytes(width: int) -> int:
+    """Return the length of a mask of `width` tokens."""
+    return -(-width // 32) * 4
+
+
+def bits_of(ids: Iterable[int], width: int) -> np.ndarray:
+    """Return a mask of these tokens, as `Matcher.allowed` does."""
+    allowed = np.zeros(8 * mask_bytes(width), bool)
+    allowed[list(ids)] = True
+    return np.packbits(allowed, bitorder="little")
 
 
 def _no_choice(bits: np.ndarray, ends: Set[int]) -> bool:
@@ -174,7 +222,7 @@ def _no_choice(bits: np.ndarray, ends: Set[int]) -> bool:
     return len(tokens) == 1 or (bool(tokens) and ends >= set(tokens))
 
 
-def allowed_tokens(matchers: Sequence[Matcher | OnlyTokens], vocab_size: int) -> np.ndarray:
+def allowed_tokens(matchers: Sequence[TokenMatcher], vocab_size: int) -> np.ndarray:
     """[m, vocab_size] bool: the tokens that each matcher lets come next. Ids beyond the
     tokenizer's are False."""
     bits = np.stack([matcher.allowed() for matcher in matchers])
@@ -230,20 +278,13 @@ class Grammars:
         """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so.
         Raises as that."""
         compiled = self._find(structure) or self._start_compiling(structure).result()
-        return Matcher(compiled.start.deep_copy(), min_tokens, ends, self._tokenizer.eos_token_ids)
+        eos = self._tokenizer.eos_token_ids
+        return Matcher(compiled.start.deep_copy(), self.width, min_tokens, ends, eos)
 
-    def matcher_of(
-        self, params: SamplingParams, ends: Iterable[int]
-    ) -> Matcher | OnlyTokens | None:
-        """The matcher of a request's grammar and of its `allowed_token_ids`. Raises as
-        `prepare`."""
-        structure = params.structure
-        matcher = None if structure is None else self.matcher(structure, params.min_tokens, ends)
-        if not params.allowed_token_ids:
-            return matcher
-        return OnlyTokens(
-            params.allowed_token_ids, max(self._width, self._tokenizer.vocab_size), matcher
-        )
+    @property
+    def width(self) -> int:
+        """How many tokens a mask speaks of."""
+        return max(self._width, self._tokenizer.vocab_size)
 
     def _find(self, structure: Structure) -> Compiled | None:
         with self._lock:
@@ -350,7 +391,7 @@ class Grammars:
                 raise RequestError(
                     f"structured output needs {lacking}, which this model does not have"
                 )
-            width = max(self._width, self._tokenizer.vocab_size)
+            width = self.width
             source = _with_known_decoder(_as_ordinary_text(source, ends, self._tokenizer.word_of))
             try:
                 self._vocabulary = LLTokenizer(source, n_vocab=width, eos_token=ends)

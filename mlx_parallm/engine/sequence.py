@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.companions.companion import Carried, SequenceRecord
 from mlx_parallm.engine.companions.recorded import Piece, RecordedPrompt, pieces_between
-from mlx_parallm.engine.grammar import Matcher, OnlyTokens
+from mlx_parallm.engine.grammar import TokenMatcher
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import (
@@ -59,7 +59,7 @@ class Sequence:
     text: OutputText
     # penalties, bias, forbidden ends; None = the logits stay as they are
     edits: LogitEdits | None = None
-    matcher: Matcher | OnlyTokens | None = None  # its state in the request's grammar
+    matcher: TokenMatcher | None = None  # which tokens may come next
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0
@@ -104,6 +104,16 @@ class Sequence:
     def next_token(self) -> int:
         """The token that the next decode step feeds."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether the step after one that is not read yet needs its token: for penalties, a mask,
+        or the end."""
+        return (
+            self.edits is not None
+            or len(self.tokens) + 1 >= self.max_tokens
+            or (self.matcher is not None and self.matcher.binds(ahead=1))
+        )
 
     @property
     def finished(self) -> bool:

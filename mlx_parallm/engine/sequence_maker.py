@@ -2,17 +2,20 @@
 and random stream."""
 
 import random
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from mlx_parallm.engine.companions.companion import EngineCompanions
-from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.grammar import Grammars, OnlyTokens, TokenMatcher
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.sequence import Sequence, random_stream
+from mlx_parallm.engine.thinking_budget import ThinkingBudget
 from mlx_parallm.engine.validation import RequestLimits
+from mlx_parallm.execution.thinking import thinking_after, tokens_of_thought
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import Request
+from mlx_parallm.types import Request, SamplingParams
 
 
 class SequenceMaker:
@@ -50,6 +53,7 @@ class SequenceMaker:
             for ids in spellings(word, self._tokenizer.encode_within)
         ]
         longest = self._limits.default_length(len(prompt))
+        budget = self._budget(request)
         prompt, carried = self._companions.carry(request)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
@@ -75,15 +79,66 @@ class SequenceMaker:
                     params.stop,
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
-                    reasoning=params.reasoning,
+                    reasoning=self._shown_reasoning(params),
                 ),
                 edits=LogitEdits(params, request.prompt_token_ids, forbidden, bad_words)
                 if LogitEdits.needed(params)
                 else None,
-                matcher=self._grammars.matcher_of(params, stop_ids),
+                matcher=self._matcher(params, stop_ids, budget),
                 processed_logprobs=[] if params.reshapes_distribution else None,
                 forced=[] if params.is_constrained else None,
                 top_logprobs=[] if params.logprobs else None,
             )
             for index in range(params.n)
         ]
+
+    def _shown_reasoning(self, params: SamplingParams) -> tuple[str, str] | None:
+        """Return the markers of reasoning that its text shows, in which stop strings do not
+        count."""
+        if params.reasoning is None or not params.stop:
+            return None
+        hides = params.skip_special_tokens and any(map(self._tokenizer.hides, params.reasoning))
+        return None if hides else params.reasoning
+
+    def _matcher(
+        self,
+        params: SamplingParams,
+        ends: Iterable[int],
+        budget: Callable[[TokenMatcher | None], ThinkingBudget] | None,
+    ) -> TokenMatcher | None:
+        """Return the matcher of one choice. `budget`: makes the one that ends its reasoning.
+        Raises RequestError, as `Grammars.prepare`."""
+        matcher: TokenMatcher | None = None
+        if params.structure is not None:
+            matcher = self._grammars.matcher(params.structure, params.min_tokens, ends)
+        if budget is not None:
+            matcher = budget(matcher)
+        if params.allowed_token_ids:
+            matcher = OnlyTokens(params.allowed_token_ids, self._grammars.width, matcher)
+        return matcher
+
+    def _budget(self, request: Request) -> Callable[[TokenMatcher | None], ThinkingBudget] | None:
+        """Return what makes the matcher that ends a choice's reasoning; None: it has no budget, or
+        the prompt has ended the reasoning."""
+        params, tokenizer = request.params, self._tokenizer
+        if not params.has_thinking_budget:
+            return None
+        reasoning = params.reasoning
+        if reasoning is None:
+            thinking = thinking_after(tokenizer, request.prompt_token_ids)
+            if thinking is None:
+                return None
+            reasoning = thinking.reasoning
+        left = params.thinking_token_budget
+        assert left is not None
+        if not reasoning[0]:
+            left -= tokens_of_thought(tokenizer, request.prompt_token_ids)
+        end = tuple(tokenizer.encode_within(reasoning[1]))
+        return lambda matcher: ThinkingBudget(
+            left,
+            reasoning,
+            end,
+            tokenizer.detokenizer(opens_text=request.opens_text, skip_special_tokens=False),
+            self._grammars.width,
+            matcher,
+        )

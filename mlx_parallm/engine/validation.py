@@ -31,6 +31,7 @@ class RequestLimits:
     prompt_cost: float = 1.0
     # the engine's companion's (`EngineCompanion.placeholder`)
     placeholder: int | None = None
+    ends_thinking: bool = False  # the end of reasoning has a marker
 
     def room(self, prompt: int) -> int:
         """Return the longest completion of a prompt of that many tokens. While a prompt is
@@ -54,6 +55,13 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     for check in REQUEST_CHECKS:
         check(request, limits.placeholder)
     _check_sampling(params)
+    budget = params.thinking_token_budget
+    _require(budget is None or budget >= -1, "thinking_token_budget", "must be at least -1 (none)")
+    _require(
+        limits.ends_thinking or not params.has_thinking_budget,
+        "thinking_token_budget",
+        "this model's reasoning has no markers, so none can be forced",
+    )
     check_alternatives([request], limits.max_model_len)
     _check_stops(params, limits)
     ends = params.structure is None or not params.ignore_eos

@@ -16,13 +16,10 @@ from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.state import Prompt, shown_text
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.execution.answer_grammar import (
-    required_calls,
-    shown_reasoning,
-    thinking_after,
-)
+from mlx_parallm.execution.answer_grammar import required_calls
 from mlx_parallm.execution.prompt_images import carried_with
 from mlx_parallm.execution.taught_tools import TAUGHT_FORMAT
+from mlx_parallm.execution.thinking import thinking_after
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
     openai_tools,
@@ -268,14 +265,14 @@ class EpisodePolicy:
             n=n,
             seed=turn.seed,
             stop=turn.config.stop,
+            thinking_token_budget=turn.config.thinking_token_budget,
         )
         params = dataclasses.replace(params, **overrides)
         if params.stop and not isinstance(turn.prompt, str):  # they count behind the reasoning
-            tokenizer, skips = cast(Any, self.tokenizer), params.skip_special_tokens
             with self.tokenizer_lock:
-                thinking = thinking_after(tokenizer, token_ids)
-                reasoning = shown_reasoning(tokenizer, thinking, skips=skips)
-            params = dataclasses.replace(params, reasoning=reasoning)
+                thinking = thinking_after(cast(Any, self.tokenizer), token_ids)
+            if thinking is not None:
+                params = dataclasses.replace(params, reasoning=thinking.reasoning)
         return Request(
             turn.name,
             tuple(token_ids),

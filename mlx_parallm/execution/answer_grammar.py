@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.taught_tools import MARKERS, read_taught_call
+from mlx_parallm.execution.thinking import Thinking, thinking_after
 from mlx_parallm.types import Structure
 
 MISTRALS_ARGUMENTS = "[ARGS]"
-TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -83,15 +83,6 @@ def forced_format(tokenizer: GrammarTokenizer) -> ToolFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """`markers`: around the reasoning. `opened`: the prompt has opened it, so the answer begins
-    inside."""
-
-    markers: tuple[str, str]
-    opened: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Calls:
     """Calls that the answer may be. `tools`: OpenAI's definitions, of which there is one at
     least."""
@@ -99,32 +90,6 @@ class Calls:
     tools: Sequence[Mapping[str, Any]]
     format: ToolFormat
     parallel: bool
-
-
-def thinking_after(tokenizer: GrammarTokenizer, prompt_token_ids: Sequence[int]) -> Thinking | None:
-    """Return whether the answer to a prompt may begin with reasoning. None: the model does not
-    think, or the prompt has ended it.
-
-    Markers in a user's message must not count: only the prompt's end does.
-    """
-    markers = tokenizer.think_markers
-    if markers is None:
-        return None
-    tail = tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-    if tail.rstrip().endswith(markers[1]):
-        return None
-    return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
-
-
-def shown_reasoning(
-    tokenizer: GrammarTokenizer, thinking: Thinking | None, *, skips: bool
-) -> tuple[str, str] | None:
-    """Return the markers of the reasoning that an answer may begin with
-    (`SamplingParams.reasoning`); None: it has none, or its text does not show them. `skips`: it
-    shows no special tokens."""
-    if thinking is None or (skips and any(map(tokenizer.hides, thinking.markers))):
-        return None
-    return ("" if thinking.opened else thinking.markers[0], thinking.markers[1])
 
 
 def required_calls(

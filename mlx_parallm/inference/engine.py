@@ -22,8 +22,8 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
     failure_of,
 )
-from mlx_parallm.execution.answer_grammar import shown_reasoning, thinking_after
 from mlx_parallm.execution.prompt_images import carried_with, digests
+from mlx_parallm.execution.thinking import thinking_after
 from mlx_parallm.execution.tool_calls import (
     own_format,
     parse_tool_calls,
@@ -182,9 +182,8 @@ class EngineBackend:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
         drawn = SamplingParams(**sampling)
         if drawn.stop and prompt.chat:  # they count behind the reasoning
-            tokenizer, skips = self._tokenizer, drawn.skip_special_tokens
-            reasoning = shown_reasoning(tokenizer, thinking_after(tokenizer, tokens), skips=skips)
-            drawn = replace(drawn, reasoning=reasoning)
+            thinking = thinking_after(self._tokenizer, tokens)
+            drawn = replace(drawn, reasoning=None if thinking is None else thinking.reasoning)
         return Request(
             _id(),
             tokens,

@@ -36,6 +36,7 @@ class ByteTokenizer:
 
     eos_token_ids = frozenset({EOS})
     vocab_size = VOCAB
+    think_markers: tuple[str, str] | None = None
 
     def token_bytes(self, token: int) -> bytes:
         if token < 256:

@@ -472,6 +472,24 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
             served.engine.add(request("x", PROMPT, **params))
 
 
+@pytest.mark.parametrize("width", [320, 350, 352])
+def test_a_grammar_and_a_list_of_tokens_meet_in_a_batch_at_any_width(width, tiny_tokenizer):
+    """The library's masks are longer than the vocabulary where that is a multiple of 32."""
+    served = serve(qwen3_model(vocab_size=width), tokenizer=tiny_tokenizer, vocab_size=width)
+    a, b = (tiny_tokenizer.encode(letter)[0] for letter in "ab")
+    kinds = {
+        "grammar": {"structure": regex("[ab]{3}")},
+        "list": {"allowed_token_ids": (a, b), "ignore_eos": True},
+        "both": {"structure": regex("[abc]{3}"), "allowed_token_ids": (a, b), "min_tokens": 2},
+        "free": {"ignore_eos": True},
+    }
+    requests = [request(name, PROMPT, max_tokens=5, seed=1, **kind) for name, kind in kinds.items()]
+    outputs = run(served.engine, requests)
+    texts = {name: output.completions[0].text for name, output in outputs.items()}
+    assert len(outputs["free"].completions[0].token_ids) == 5
+    assert all(set(texts[name]) <= {"a", "b"} and texts[name] for name in kinds if name != "free")
+
+
 def test_where_no_token_may_come_next_the_text_ends_with_an_error(
     served: Served, tiny_tokenizer: Tokenizer
 ) -> None:

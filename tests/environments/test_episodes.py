@@ -5,6 +5,7 @@ import re
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments import turn_policy
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
@@ -12,6 +13,7 @@ from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
 from mlx_parallm.errors import DeviceFaultError, EngineUnavailableError, RolloutRejectedError
+from mlx_parallm.execution.thinking import thinking_after
 from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rollout_store.checks import check_group
@@ -110,19 +112,21 @@ async def test_stop_strings_count_behind_the_reasoning_as_in_serving(tmp_path, t
     assert client.requests[0].params.reasoning == (start, "</think>")
     await runner(tokenizer, client, **options).run([plan(source())])
     assert client.requests[1].params.reasoning is None  # nothing to look for
+    await runner(tokenizer, client, **options).run([plan(source(thinking_token_budget=5))])
+    assert client.requests[2].params.thinking_token_budget == 5
 
 
 async def test_the_tokenizer_is_asked_for_reasoning_by_one_thread_at_a_time(tmp_path, monkeypatch):
     tokens = {"<think>": False, "</think>": False}
     tokenizer = tokenizer_with(tmp_path, tokens, chat_template=HERMES_TEMPLATE)
     policy = EpisodePolicy(ScriptedClient(tokenizer, lambda *_: "3"), tokenizer, 1.0, 256)
-    hides, asked = tokenizer.hides, []
+    asked = []
 
-    def noted(marker):
+    def noted(*arguments):
         asked.append(policy.tokenizer_lock.locked())
-        return hides(marker)
+        return thinking_after(*arguments)
 
-    monkeypatch.setattr(tokenizer, "hides", noted)
+    monkeypatch.setattr(turn_policy, "thinking_after", noted)
     await EpisodeRunner(policy).run([plan(source(stop=("Question:",)))])
     assert asked and all(asked)
 

@@ -150,8 +150,7 @@ class SamplingBatch:
         self.greedy = mx.array(greedy)
         self.streams = np.array([sequence.random_stream for sequence in rows], np.uint64)
         self.edits = [sequence.edits for sequence in rows]
-        self.constrained = [i for i, sequence in enumerate(rows) if sequence.matcher is not None]
-        self.matchers = [sequence.matcher for sequence in rows if sequence.matcher is not None]
+        self.matchers = [sequence.matcher for sequence in rows]
         self.reshaped = [i for i, p in enumerate(params) if p.reshapes_distribution]
         self.filter = _Filter.of(params)
         self.wants_top = [i for i, p in enumerate(params) if p.logprobs]
@@ -217,13 +216,15 @@ def _scaled(logits: mx.array, batch: SamplingBatch) -> mx.array:
 
 
 def _constrain(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """-inf for the tokens that a row's grammar does not let come next."""
-    if not batch.matchers:
+    """-inf for the tokens that a row's matcher does not let come next."""
+    binding = [(i, matcher) for i, matcher in enumerate(batch.matchers) if matcher is not None]
+    binding = [(i, matcher) for i, matcher in binding if matcher.binds()]
+    if not binding:
         return logits
-    allowed = mx.array(allowed_tokens(batch.matchers, logits.shape[-1]))
-    if len(batch.matchers) == logits.shape[0]:
+    allowed = mx.array(allowed_tokens([each for _, each in binding], logits.shape[-1]))
+    if len(binding) == logits.shape[0]:
         return mx.where(allowed, logits, -mx.inf)
-    index = mx.array(batch.constrained)
+    index = mx.array([i for i, _ in binding])
     masked = logits * 1.0
     masked[index] = mx.where(allowed, logits[index], -mx.inf)
     return masked

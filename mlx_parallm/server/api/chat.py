@@ -11,15 +11,13 @@ from fastapi.responses import Response
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.answer_grammar import (
     Calls,
-    Thinking,
     answer_grammar,
     arguments_schema,
     forced_format,
-    shown_reasoning,
-    thinking_after,
     tool_format,
 )
 from mlx_parallm.execution.prompt_images import carried_by
+from mlx_parallm.execution.thinking import Thinking, thinking_after
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     AnswerForm,
@@ -85,11 +83,15 @@ async def answer_chat(
     plan = plan_answer(context, body, prompt.token_ids)
     params = body.with_defaults(context.sampling_defaults).to_params()
     skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
+    budget = params.thinking_token_budget
+    if budget is None and body.reasoning_effort and context.tokenizer.think_markers is not None:
+        budget = context.deps.config.reasoning_budgets.get(body.reasoning_effort)
     params = replace(
         params,
+        thinking_token_budget=budget,
         skip_special_tokens=skips,
         structure=plan.structure,
-        reasoning=shown_reasoning(context.tokenizer, plan.thinking, skips=skips),
+        reasoning=None if plan.thinking is None else plan.thinking.reasoning,
     )
     check = await answer_check(
         context,

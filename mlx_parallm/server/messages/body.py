@@ -23,6 +23,7 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "stop": "stop_sequences",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -40,8 +41,8 @@ class ConversationTurn(Body):
 
 
 class ThinkingConfig(Body):
-    """`budget_tokens` and `display` are read by nothing: `max_tokens` bounds the reasoning,
-    which is always shown."""
+    """`budget_tokens` is the chat's `thinking_token_budget`. `display` is read by nothing: the
+    reasoning is always shown."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=0)
@@ -99,10 +100,14 @@ class CountTokensBody(Body):
                 )
         return self
 
-    def to_chat(self, *, shown: bool = False) -> ChatBody:
-        """Return the chat. `shown`: the model reads them. Raises RequestError, which names this
-        body's field."""
-        return chat_body(self.chat_fields(shown), IN_CHAT)
+    def to_chat(self, *, shown: bool = False, thinks: bool = True) -> ChatBody:
+        """Return the chat. `shown`: the model reads them. `thinks`: its reasoning can have a
+        budget, which a model without reasoning keeps. Raises RequestError, which names this body's
+        field."""
+        fields = self.chat_fields(shown)
+        if thinks and self.thinking is not None and self.thinking.budget_tokens is not None:
+            fields.setdefault("thinking_token_budget", self.thinking.budget_tokens)
+        return chat_body(fields, IN_CHAT)
 
     def chat_fields(self, shown: bool) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []

@@ -187,6 +187,8 @@ class SamplingFields(Body):
     allowed_token_ids: ListOf[TokenId] = Field(default_factory=list)
     bad_words: ListOf[str] = Field(default_factory=list)
     prompt_logprobs: LogprobCount | None = None
+    # vLLM's: longest reasoning, in tokens; -1 = any
+    thinking_token_budget: int | None = Field(None, ge=-1)
 
     @field_validator("stop")
     @classmethod

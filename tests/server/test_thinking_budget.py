@@ -1,0 +1,188 @@
+"""thinking_token_budget over HTTP, on a model that thinks: each route's own name of it, streams,
+usage, and a schema behind the forced end."""
+
+import json
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
+from tests.conftest import TINY, running_tiny_engine
+from tests.server.scripted_answers import tokenizer_with
+from tests.server.serving import running_server
+
+TEMPLATE = (
+    "{{ messages[0].content }}<|im_end|>{{ reasoning_effort }}"
+    "{% if messages | length > 1 %}{{ messages[-1].content }}{% else %}<think>{% endif %}"
+)
+BUDGET = 7
+ASKED = {"seed": 1, "temperature": 1.5, "max_tokens": 40}
+USER = [{"role": "user", "content": "on"}]
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "v",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def make_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("thinks")
+    markers = dict.fromkeys(("<think>", "</think>"), True)
+    return lambda: tokenizer_with(folder / "t", markers, sampled=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def tokens(make_tokenizer):
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def server(make_tokenizer):
+    config = ServerConfig(reasoning_budgets={"low": BUDGET})
+    with (
+        running_tiny_engine(600, make_tokenizer) as engine,
+        running_server(engine.client, make_tokenizer(), config=config) as running,
+    ):
+        yield running
+
+
+@pytest.fixture
+def server_of_tiny(tiny_engine):
+    tokenizer = load_tokenizer(resolve_model_path(TINY.base_path), TINY)
+    with running_server(tiny_engine.client, tokenizer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def never(tokens):
+    """A bias that keeps the model from ending its reasoning, or its answer, by itself."""
+    ends = [*tokens.eos_token_ids, *tokens.encode_within("</think>")]
+    return {"logit_bias": {str(token): -100 for token in ends}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_chat_counts_and_ends_it_and_names_the_forced_tokens(server, tokens, never, streamed):
+    fields = {"thinking_token_budget": BUDGET, "return_token_ids": True, **never}
+    end = tokens.encode_within("</think>")
+    with server.openai() as client:
+        answer = client.chat.completions.create(
+            model="default", messages=USER, stream=streamed, extra_body=fields, **ASKED,
+            **({"stream_options": {"include_usage": True}} if streamed else {}),
+        )  # fmt: skip
+        if streamed:
+            chunks = list(answer)
+            ids = [t for c in chunks for k in c.choices for t in getattr(k, "token_ids", [])]
+            usage = chunks[-1].usage
+        else:
+            ids, usage = answer.choices[0].token_ids, answer.usage
+            assert answer.choices[0].message.content and answer.choices[0].message.reasoning
+    assert ids[BUDGET : BUDGET + len(end)] == end and end[0] not in ids[:BUDGET]
+    assert usage.completion_tokens == len(ids) == ASKED["max_tokens"]
+    assert usage.completion_tokens_details.reasoning_tokens == BUDGET + len(end)
+
+
+def test_a_schema_holds_behind_the_forced_end(server, tokens, never):
+    with server.openai() as client:
+        answer = client.chat.completions.create(
+            model="default",
+            messages=USER,
+            response_format=SCHEMA,
+            extra_body={"thinking_token_budget": 3, **never},
+            **ASKED,
+        ).choices[0]
+    assert json.loads(answer.message.content)["ok"] in (True, False), answer
+    assert len(tokens.encode_within(answer.message.reasoning)) <= 3
+
+
+def test_thoughts_that_the_client_began_count(server, tokens, never):
+    """As in vLLM: the budget is of the whole reasoning, however many requests it takes."""
+    begun = {"role": "assistant", "content": "<think>so far"}
+    spent = len(tokens.encode_within("so far"))
+    with server.openai() as client:
+        answer = client.chat.completions.create(
+            model="default",
+            messages=[*USER, begun],
+            extra_body={
+                "continue_final_message": True,
+                "thinking_token_budget": spent + 2,
+                "return_token_ids": True,
+                **never,
+            },
+            **ASKED,
+        ).choices[0]
+    assert answer.token_ids[2:3] == tokens.encode_within("</think>")
+
+
+def test_responses_effort_and_messages_budget(server, tokens, never):
+    end = tokens.encode_within("</think>")[0]
+    with server.openai() as client:
+        body = {"return_token_ids": True, "seed": 1, **never}
+        asked = {"model": "default", "input": "on", "max_output_tokens": 20, "extra_body": body}
+        low = client.responses.create(**asked, reasoning={"effort": "low"})
+        high = client.responses.create(**asked, reasoning={"effort": "high"})
+        own = client.responses.create(
+            **{**asked, "extra_body": {**body, "thinking_token_budget": 3}},
+            reasoning={"effort": "low"},
+        )
+    assert [answer.token_ids.index(end) for answer in (low, own)] == [BUDGET, 3]
+    assert end not in high.token_ids, "an effort without a budget has none"
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        message = client.messages.create(
+            model="default",
+            max_tokens=20,
+            messages=USER,
+            thinking={"type": "enabled", "budget_tokens": BUDGET},
+            extra_body={"return_token_ids": True, "seed": 1, **never},
+        )
+    assert message.token_ids.index(end) == BUDGET
+    assert [block.type for block in message.content] == ["thinking", "text"]
+
+
+def test_the_token_routes_have_it_and_mark_what_was_forced(server, tokens, never):
+    prompt = tokens.encode_within("on<think>")
+    end = tokens.encode_within("</think>")[0]
+    sampling = {"thinking_token_budget": 2, "max_tokens": 6, "seed": 1, **never}
+    made = httpx.post(
+        f"{server.url}/inference/v1/generate",
+        json={"token_ids": prompt, "sampling_params": {**sampling, "logprobs": 0}},
+    ).json()
+    [choice] = made["choices"]
+    assert choice["token_ids"][2] == end
+    assert choice["forced_tokens"] == [0, 0, 1, 0, 0, 0]
+    text = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": "default", "prompt": prompt, "return_token_ids": True, **sampling},
+    ).json()
+    assert text["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+def test_a_model_that_does_not_reason(server_of_tiny):
+    """The chat's own field is refused by name, as vLLM does without a reasoning parser; Claude
+    Code's, which it always sends, holds by itself."""
+    with server_of_tiny.openai() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="default", messages=USER, extra_body={"thinking_token_budget": 3}, max_tokens=2
+        )
+    assert caught.value.param == "thinking_token_budget"
+    with anthropic.Anthropic(base_url=server_of_tiny.url, api_key="k", max_retries=0) as client:
+        client.messages.create(
+            model="default",
+            max_tokens=2,
+            messages=USER,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )
+
+
+def test_a_budget_of_the_configuration_is_checked():
+    with pytest.raises(ConfigError, match="reasoning_budgets"):
+        parse_config(
+            {"model": {"path": "builtin:tiny"}, "server": {"reasoning_budgets": {"low": -1}}}
+        )
