@@ -17,6 +17,7 @@ from typing import Any
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.call_check import tool_call
 from mlx_parallm.rewards.code import code, fenced, syntax
+from mlx_parallm.rewards.group_judge import group_judge
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
@@ -338,6 +339,7 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
         "task_completion": task_completion,
         "efficiency": efficiency,
         "judge": judge,
+        "group_judge": group_judge,
         "learned": learned,
         "reward_model": reward_model,
     }

@@ -1,14 +1,14 @@
 """Judges: a scripted endpoint, our own server, and the base in the policy's engine."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.rewards import judge as judge_module
-from mlx_parallm.rewards import threads
+from mlx_parallm.rewards import judge_models, threads
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.judge import parse_ranking, parse_score
@@ -62,18 +62,16 @@ def text_of(body):
 
 
 def answers_in(body):
-    """The answers of a comparison, in the order in which the judge sees them."""
+    """The answers, in the order in which the judge sees them."""
     return [
-        part.partition(" ---\n")[2].partition("\n--- end")[0]
+        json.loads(part.partition(" ---\n")[2].partition("\n--- end")[0])
         for part in text_of(body).split("\n--- answer ")[1:]
     ]
 
 
 async def test_scores_from_0_to_10(endpoint, judging, tmp_path):
     (tmp_path / "key").write_text("sesame\n")
-    endpoint.answer = lambda body: (
-        f"Fine.\n**Score:** {len(text_of(body).split('--- answer ---')[1].split()[0])}/10"
-    )
+    endpoint.answer = lambda body: f"Fine.\n**Score:** {len(answers_in(body)[0])}/10"
     judge = judging(endpoint.url, api_key_file=str(tmp_path / "key"), criteria="Longer is better.")
     metrics = {}
     scores = await judge(
@@ -115,7 +113,7 @@ async def test_ranked_within_the_group(endpoint, judging):
 
 
 async def test_what_cannot_be_read_leaves_a_trajectory_unscored(endpoint):
-    endpoint.answer = lambda body: "Score: 8" if "\ngood\n" in text_of(body) else "I cannot say."
+    endpoint.answer = lambda body: "Score: 8" if answers_in(body) == ["good"] else "I cannot say."
     options = {"judge": {"judge": endpoint.url, "model": "wise"}}
     made = RewardFunctions(
         ["builtin:judge", "builtin:answer_match"], (), columns=["answer"], key="r", options=options
@@ -154,9 +152,9 @@ async def test_one_request_that_is_not_answered_is_unscored_and_told(
     endpoint, judging, monkeypatch
 ):
     told = []
-    monkeypatch.setattr(judge_module.log, "warning", lambda event, **fields: told.append(fields))
+    monkeypatch.setattr(judge_models.log, "warning", lambda event, **fields: told.append(fields))
     endpoint.answer = lambda body: (
-        "Score: 10" if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
+        "Score: 10" if answers_in(body) == ["good"] else (503, {"Retry-After": "0"})
     )
     assert await judging(endpoint.url, retries=0)(["q"] * 2, ["good", "odd"]) == [1.0, UNSCORED]
     assert [(line["requests"], line["of"]) for line in told] == [(1, 2)]
@@ -183,15 +181,16 @@ async def test_a_group_that_nobody_judged_says_where_nobody_was():
 
 
 async def test_our_own_server_as_the_judge(engine, judging):
-    """A model that knows no more than to sort letters gives no score; what it has cost is
-    counted all the same."""
+    """What a model that knows no more than to sort letters says of an answer is chance; what it
+    has cost is counted."""
     metrics = {}
     tokenizer = load_tokenizer(resolve_model_path(TINY.base_path), TINY)
     with running_server(engine.client, tokenizer) as server:
         judge = judging(f"{server.url}/v1", model="builtin:tiny", max_tokens=8)
-        assert await judge(
+        [score] = await judge(
             [[{"role": "user", "content": "Sort: cab"}]], ["abc"], metrics.__setitem__
-        ) == [UNSCORED]
+        )
+    assert (score == UNSCORED) == bool(metrics["judge/unscored"])
     assert metrics["judge/prompt_tokens"] > 50 and 1 <= metrics["judge/completion_tokens"] <= 8
 
 
@@ -205,7 +204,7 @@ async def test_the_base_as_the_judge(engine, tiny_tokenizer):
         await judge(["q"], ["a"])
     inference.adapter = "policy"
     metrics = {}
-    assert await judge(["Sort: cab"] * 2, ["abc", "cab"], metrics.__setitem__) == [UNSCORED] * 2
+    assert len(await judge(["Sort: cab"] * 2, ["abc", "cab"], metrics.__setitem__)) == 2
     assert metrics["judge/requests"] == 2 and metrics["judge/prompt_tokens"] > 100
     with pytest.raises(RolloutRejectedError, match=r"5\d{3} prompt tokens"):
         await judge(["x" * 5000], ["too long for the model"])

@@ -15,7 +15,12 @@ from collections.abc import Iterable, Sequence
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 
-LEARNED_EXAMINERS = ("builtin:learned", "builtin:reward_model", "builtin:judge")
+LEARNED_EXAMINERS = (
+    "builtin:learned",
+    "builtin:reward_model",
+    "builtin:judge",
+    "builtin:group_judge",
+)
 ONE_ANSWER = 0.8
 """The share of different prompts that one and the same answer may not reach."""
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
-from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
+from mlx_parallm.rewards.judge import ModelJudge
+from mlx_parallm.rewards.judge_models import JudgeReply
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.rewards import opening_of, trajectory_of
 from mlx_parallm.systems.traces.schema import present

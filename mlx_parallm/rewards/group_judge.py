@@ -1,0 +1,391 @@
+"""`builtin:group_judge`: a language model scores the answers of a group against each other, by a
+rubric.
+
+    trajectories → `judge_pages.group_of`, what the judge is shown
+                 → a question for each criterion and order → `judge_models.JudgeModel`
+                 → `judge_replies.read` → `judge_rubrics.Rubric.total` → scores, reasons, metrics
+
+Comparing is easier for a judge than scoring one answer alone, and a group needs no more than its
+order: this is ART's RULER (art.openpipe.ai/fundamentals/ruler). Explicit and implicit aggregation
+of a rubric's criteria are those of Rubrics as Rewards (arXiv:2507.17746, section 3). An answer that
+has no score in the reply is unscored (`base.UNSCORED`), with the reason.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import math
+import random
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.rewards.base import UNSCORED
+from mlx_parallm.rewards.judge_models import (
+    JudgeInference,
+    JudgeModel,
+    JudgeReply,
+    Question,
+    judge_model,
+    report_problems,
+)
+from mlx_parallm.rewards.judge_pages import Group, group_of, question_of
+from mlx_parallm.rewards.judge_replies import Verdict, read
+from mlx_parallm.rewards.judge_rubrics import RUBRIC, Aggregation, Rubric, rubric_of
+from mlx_parallm.rewards.part_tools import Completions, to_binary
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Trajectory
+
+log = get_logger("rewards")
+
+NAME = "group_judge"
+REMEMBERED = 2048
+"""Judgements that are kept, of one request each: a few MB."""
+ROOM = 64
+"""Tokens of one answer's score, name and quotes in a reply, beside its reason."""
+
+
+def group_judge(
+    *,
+    judge: str,
+    rubric: str | Sequence[str | Mapping[str, Any]] | None = None,
+    rubric_column: str | None = None,
+    aggregation: Aggregation = "implicit",
+    both_orders: float = 0.1,
+    model: str | None = None,
+    api_key_file: str | None = None,
+    structured: bool = True,
+    reason_length: int = 240,
+    max_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 300.0,
+    retries: int = 2,
+    concurrency: int = 16,
+    seed: int = 0,
+    name: str = NAME,
+    threshold: float | None = None,
+) -> "GroupJudge":
+    """A language model's opinion of all answers of a group, seen together: 0 to 1 for each, with a
+    reason.
+
+    Args:
+        judge: an endpoint's URL with its version ("http://127.0.0.1:8000/v1"), "base",
+            "policy@VERSION" or "python:file.py:function" of (messages, schema).
+        rubric: what makes an answer good: a text, or a list of criteria, each a text or
+            { criterion, weight }.
+        rubric_column: column with a row's own rubric; None in it: `rubric`.
+        aggregation: "implicit", one request with all criteria; "explicit", one for each, and the
+            weighted mean of the scores.
+        both_orders: share of the groups that are judged twice, the second time in the reverse
+            order; the score is the mean.
+        model: the endpoint's name of the model.
+        api_key_file: file that holds the endpoint's key.
+        structured: hold the reply to a JSON schema; false for a server that cannot.
+        reason_length: characters of the reason for each answer.
+        max_tokens: of a reply; default: room for the reasons.
+        chat_template_kwargs: e.g. { enable_thinking = false }.
+        timeout_s: of one request.
+        retries: further tries of an endpoint that is busy or cannot be reached.
+        concurrency: requests at once.
+        seed: of the order in which the answers are shown.
+        name: of its metrics and notes, where an environment has several.
+
+    Metrics, under the name: requests, cached, prompt_tokens, completion_tokens, seconds, unscored,
+    unread; spread, length_correlation; order_agreement, order_difference, position_bias.
+
+    Raises ConfigError: options that contradict each other, a rubric that says nothing, a key file
+    that cannot be read.
+    """
+    if not 0 <= both_orders <= 1:
+        raise ConfigError(f"both_orders = {both_orders}: a share of the groups, 0 to 1")
+    if reason_length < 1:
+        raise ConfigError(f"reason_length = {reason_length}: characters, 1 or more")
+    if aggregation not in ("implicit", "explicit"):
+        raise ConfigError(f'aggregation = {aggregation!r}: "implicit" or "explicit"')
+    if rubric_column is not None and not rubric_column.isidentifier():
+        raise ConfigError(f"rubric_column = {rubric_column!r}: it has to be a Python identifier")
+    asked = judge_model(
+        judge,
+        model=model,
+        api_key_file=api_key_file,
+        chat_template_kwargs=chat_template_kwargs,
+        timeout_s=timeout_s,
+        retries=retries,
+        concurrency=concurrency,
+    )
+    try:
+        given = None if rubric is None else rubric_of(rubric)
+    except ValueError as error:
+        raise ConfigError(f"rubric: {error}") from error
+    settings = Settings(
+        given, rubric_column, aggregation, both_orders, structured, reason_length, max_tokens, seed
+    )
+    return GroupJudge(asked, settings, name, threshold)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`group_judge`'s options of the same names. `rubric` None: each row has its own."""
+
+    rubric: Rubric | None
+    rubric_column: str | None
+    aggregation: Aggregation
+    both_orders: float
+    structured: bool
+    reason_length: int
+    max_tokens: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a group. `order`: the answers by their numbers, as they were shown;
+    `verdicts`: by the answers' own numbers."""
+
+    criterion: int
+    order: Sequence[int]
+    reply: JudgeReply
+    verdicts: Sequence[Verdict]
+    read: bool
+    cached: bool
+
+
+class GroupJudge:
+    """The reward function of `builtin:group_judge`."""
+
+    def __init__(
+        self, model: JudgeModel, settings: Settings, name: str, threshold: float | None
+    ) -> None:
+        self._model, self._settings = model, settings
+        self._name, self._threshold = name, threshold
+        self._memory: OrderedDict[str, tuple[Verdict, ...]] = OrderedDict()
+        self.__signature__ = _with_column(settings)
+
+    def attach(self, inference: JudgeInference) -> None:
+        """Take the policy's engine, if the judge is in this process."""
+        self._model.attach(inference)
+
+    async def aclose(self) -> None:
+        """Close the connections of this event loop."""
+        await self._model.aclose()
+
+    async def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Completions,
+        trajectories: Sequence[Trajectory] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, Sequence[Any]], None] | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | str | None]:
+        """Raises RolloutRejectedError, EndpointError: no request was answered, one was refused, no
+        reply could be read, or the row's rubric says nothing."""
+        if not completions:
+            return []
+        rubric = self._rubric(columns)
+        group = group_of(prompts[0], completions, trajectories)
+        asked = await self._judged(group, rubric)
+        report_problems([one.reply.problem for one in asked], self._name)
+        orders = [
+            rubric.total([one.verdicts for one in asked if list(one.order) == list(order)])
+            for order in dict.fromkeys(tuple(one.order) for one in asked)
+        ]
+        verdicts = [_merged(each) for each in zip(*orders, strict=True)]
+        if all(verdict.score is None for verdict in verdicts):
+            raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
+        if log_metric is not None:
+            numbers = _cost(asked) | _behaviour(group, verdicts, orders, asked[0].order)
+            numbers["unscored"] = sum(verdicts[n].score is None for n in group.answer_of)
+            for metric, value in numbers.items():
+                log_metric(f"{self._name}/{metric}", value)
+        if log_extra is not None:
+            log_extra(self._name, [verdicts[number].note() for number in group.answer_of])
+        scores = to_binary([verdict.score for verdict in verdicts], self._threshold)
+        return [UNSCORED if (s := scores[n]) is None else s for n in group.answer_of]
+
+    def _rubric(self, columns: Mapping[str, Sequence[Any]]) -> Rubric:
+        """Return the row's rubric, divided into what is asked at once."""
+        settings = self._settings
+        of_row = columns.get(settings.rubric_column or "", (None,))[0]
+        try:
+            rubric = (settings.rubric if of_row is None else rubric_of(of_row)) or rubric_of(RUBRIC)
+        except ValueError as error:
+            column = f"column {settings.rubric_column!r}"
+            raise RolloutRejectedError(f"{self._name}: {column}: {error}") from error
+        return rubric if settings.aggregation == "explicit" else rubric.at_once()
+
+    async def _judged(self, group: Group, rubric: Rubric) -> list[Asked]:
+        """Ask for each criterion, in one random order or in this and its reverse."""
+        settings = self._settings
+        key = [settings.seed, group.beginning, group.answers]
+        rng = random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
+        order = list(range(len(group.answers)))
+        rng.shuffle(order)
+        twice = len(order) > 1 and rng.random() < settings.both_orders
+        calls = [
+            self._ask(group, number, text, each)
+            for each in ([order, order[::-1]] if twice else [order])
+            for number, text in enumerate(rubric.questions)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    async def _ask(self, group: Group, number: int, rubric: str, order: Sequence[int]) -> Asked:
+        settings, size = self._settings, len(order)
+        shown = [group.answers[place] for place in order]
+        limit = settings.reason_length
+        bounded = self._model.bounds_texts
+        messages, schema = question_of(group.beginning, shown, rubric, limit, bounded=bounded)
+        question = Question(
+            messages,
+            settings.max_tokens or size * (limit + ROOM) + ROOM,
+            schema if settings.structured else None,
+        )
+        key = hashlib.sha256(json.dumps([self._model.name, messages]).encode()).hexdigest()
+        if (kept := self._memory.get(key)) is not None:
+            self._memory.move_to_end(key)
+            return Asked(number, order, JudgeReply(""), _in_place(kept, order), True, True)
+        reply = await self._model.ask(question)
+        if reply.text is None:
+            missing = Verdict(None, f"no reply: {reply.problem}")
+            return Asked(number, order, reply, [missing] * size, False, False)
+        found = read(reply.text, size, limit)
+        if found.unknown:
+            log.warning("the judge scored answers that there are not", names=found.unknown)
+        if found.complete:
+            self._memory[key] = tuple(found.verdicts)
+            if len(self._memory) > REMEMBERED:
+                self._memory.popitem(last=False)
+        verdicts = _in_place(found.verdicts, order)
+        return Asked(number, order, reply, verdicts, found.readable, False)
+
+
+def _with_column(settings: Settings) -> inspect.Signature:
+    """The signature of the reward: the column of rubrics is a parameter, so that a data set
+    without it is refused."""
+    _, *parameters = inspect.signature(GroupJudge.__call__).parameters.values()
+    parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    if settings.rubric_column is not None:
+        default = inspect.Parameter.empty if settings.rubric is None else None
+        parameters.append(
+            inspect.Parameter(
+                settings.rubric_column, inspect.Parameter.KEYWORD_ONLY, default=default
+            )
+        )
+    return inspect.Signature(parameters)
+
+
+def _in_place(verdicts: Sequence[Verdict], order: Sequence[int]) -> list[Verdict]:
+    """Return verdicts by the answers' own numbers, of those in the order shown."""
+    return [verdicts[order.index(number)] for number in range(len(order))]
+
+
+def _merged(verdicts: Sequence[Verdict]) -> Verdict:
+    """One answer's verdict of those in several orders: the mean of its scores, and the reason of
+    the first."""
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+    if not scores:
+        return verdicts[0]
+    first = next(verdict for verdict in verdicts if verdict.score is not None)
+    both = tuple(scores) if len(verdicts) > 1 else ()
+    return Verdict(math.fsum(scores) / len(scores), first.reason, first.parts, both)
+
+
+def _cost(asked: Sequence[Asked]) -> dict[str, float]:
+    sent = [one for one in asked if not one.cached]
+    numbers: dict[str, float] = {
+        "requests": len(sent),
+        "cached": len(asked) - len(sent),
+        "prompt_tokens": sum(one.reply.prompt_tokens for one in sent),
+        "completion_tokens": sum(one.reply.completion_tokens for one in sent),
+    }
+    if sent:
+        numbers["seconds"] = math.fsum(one.reply.seconds for one in sent) / len(sent)
+    if answered := [one for one in sent if one.reply.text is not None]:
+        numbers["unread"] = sum(not one.read for one in answered) / len(answered)
+    return numbers
+
+
+# ---------------------------------------------------------------------- how it judges
+
+
+def _behaviour(
+    group: Group,
+    verdicts: Sequence[Verdict],
+    orders: Sequence[Sequence[Verdict]],
+    order: Sequence[int],
+) -> dict[str, float]:
+    """The numbers that tell a judge that sees differences from one that does not. Each is missing
+    where a group has too few different answers."""
+    numbers: dict[str, float] = {}
+    scored = [
+        (v.score, len(answer))
+        for v, answer in zip(verdicts, group.answers, strict=True)
+        if v.score is not None
+    ]
+    if len(scored) > 1:
+        numbers["spread"] = statistics.pstdev([score for score, _ in scored])
+    if len(scored) > 2 and (r := rank_correlation(*zip(*scored, strict=True))) is not None:
+        numbers["length_correlation"] = r
+    if len(orders) == 2:
+        one, other = ([verdict.score for verdict in each] for each in orders)
+        numbers |= agreement(one, other, order)
+    return numbers
+
+
+def agreement(
+    first: Sequence[float | None], second: Sequence[float | None], order: Sequence[int]
+) -> dict[str, float]:
+    """Compare two judgements of the same answers, which were shown in `order` and in its reverse.
+
+    order_agreement: the share of the pairs of answers that both put in the same order; a pair of
+    which one judgement makes a tie counts ½, a tie of both is left out.
+    order_difference: the mean distance of an answer's two scores.
+    position_bias: by how much an answer scores more in the earlier half than in the later half.
+
+    Worked: scores 1, 0 in the order 0, 1, then 0.5, 0.5: the pair counts ½, the difference is 0.5,
+    and 1 − 0.5 and 0.5 − 0 have the mean 0.5.
+    """
+    signs = [
+        (_sign(first[one], first[other]), _sign(second[one], second[other]))
+        for one, other in combinations(range(len(first)), 2)
+    ]
+    pairs = [(a, b) for a, b in signs if a is not None and b is not None and (a or b)]
+    both = [
+        (n, a, b)
+        for n, (a, b) in enumerate(zip(first, second, strict=True))
+        if a is not None and b is not None
+    ]
+    numbers: dict[str, float] = {}
+    if pairs:
+        numbers["order_agreement"] = sum((1 + a * b) / 2 for a, b in pairs) / len(pairs)
+    if both:
+        numbers["order_difference"] = math.fsum(abs(a - b) for _, a, b in both) / len(both)
+    place, half = {number: place for place, number in enumerate(order)}, (len(order) - 1) / 2
+    moved = [a - b if place[n] < half else b - a for n, a, b in both if place[n] != half]
+    if moved:
+        numbers["position_bias"] = math.fsum(moved) / len(moved)
+    return numbers
+
+
+def _sign(one: float | None, other: float | None) -> int | None:
+    return None if one is None or other is None else (one > other) - (one < other)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return Spearman's correlation, ties sharing the mean of their ranks; None: one is constant.
+
+    Worked: 0.1, 0.2, 0.9 and 5, 7, 6 have the ranks 1, 2, 3 and 1, 3, 2: 0.5.
+    """
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(ordered.index(v) + len(ordered) - 1 - ordered[::-1].index(v)) / 2 for v in values]

@@ -1,0 +1,359 @@
+"""Who judges: any OpenAI-compatible server, the base under the policy's adapter or an earlier
+version of the policy in this process, or a function of the user's. No MLX.
+
+`judge_model` makes a `JudgeModel` of the option `judge`; `builtin:judge` and `builtin:group_judge`
+ask it with a `Question`. What a judge reads of the policy is data: `as_data` writes it as JSON in
+which nothing can end its own text, and `mark_of` makes the lines around it, which no answer can
+foresee.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from mlx_parallm.errors import (
+    AdapterError,
+    ConfigError,
+    EndpointError,
+    RequestError,
+    RolloutRejectedError,
+)
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.user_code import is_async, is_reference, load_function, user_code
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import (
+    ChatTokenizer,
+    PolicyClient,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Structure,
+)
+
+log = get_logger("rewards")
+
+BASE = "base"
+VERSION = re.compile(r"policy@(\d+)")
+FORMS = (
+    '"base", "policy@VERSION", "python:file.py:function", or a URL like http://127.0.0.1:8000/v1'
+)
+CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]|<(?=[|｜/!?\w])|\[(?=/?[A-Z_]{2,}\])")
+"""Characters that JSON leaves as they are and that a reader may take for more than text: ends of
+lines, halves of characters, and the first one of a chat template's marks and of tags."""
+
+Messages = list[dict[str, str]]
+
+
+class JudgeInference(Protocol):
+    """The part of `InferenceModule` that a judge in this process needs; for "policy@VERSION" its
+    `weights` too."""
+
+    client: PolicyClient
+    tokenizer: ChatTokenizer
+    adapter: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`schema`: the JSON schema that the reply follows, if the judge can be held to one. None: it
+    is free text."""
+
+    messages: Messages
+    max_tokens: int
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeReply:
+    """The judge's reply and its cost. `text` None: none came, because of `problem`."""
+
+    text: str | None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    problem: Exception | None = None
+    seconds: float = 0.0
+
+
+class JudgeModel(ABC):
+    """A model that is asked. `name` tells it from others."""
+
+    name: str
+    bounds_texts = False  # a schema may say how long a text is
+
+    async def ask(self, question: Question) -> JudgeReply:
+        """Raises RolloutRejectedError, EndpointError: the request was refused."""
+        began = time.monotonic()
+        reply = await self._ask(question)
+        return replace(reply, seconds=time.monotonic() - began)
+
+    @abstractmethod
+    async def _ask(self, question: Question) -> JudgeReply: ...
+
+    def attach(self, inference: JudgeInference) -> None:  # noqa: B027  most need none
+        """Take the policy's engine."""
+
+    async def aclose(self) -> None:  # noqa: B027  most have none
+        """Close the connections of this event loop."""
+
+
+def judge_model(
+    judge: str,
+    *,
+    model: str | None,
+    api_key_file: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    timeout_s: float,
+    retries: int,
+    concurrency: int,
+) -> JudgeModel:
+    """Return what the option `judge` names. Raises ConfigError: options that contradict each other,
+    a key file or a function that cannot be read."""
+    version = VERSION.fullmatch(judge)
+    here = judge == BASE or version is not None
+    if (here or is_reference(judge)) and (model is not None or api_key_file is not None):
+        whose = "the trained model" if here else "a function"
+        raise ConfigError(
+            f'judge = "{judge}" is {whose}: model and api_key_file belong to an endpoint'
+        )
+    if here:
+        number = None if version is None else int(version[1])
+        return EngineJudge(number, chat_template_kwargs or {}, timeout_s)
+    if is_reference(judge):
+        return FunctionJudge(judge, timeout_s, concurrency)
+    if not judge.startswith(("http://", "https://")):
+        raise ConfigError(f"judge = {judge!r}: {FORMS}")
+    if model is None:
+        raise ConfigError("model is missing: set the name of the judge's model at the endpoint")
+    try:
+        key = Path(api_key_file).read_text().strip() if api_key_file else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file: {error}") from error
+    body: dict[str, Any] = {"model": model, "temperature": 0.0}
+    if chat_template_kwargs:
+        body["chat_template_kwargs"] = dict(chat_template_kwargs)
+
+    def endpoint() -> OpenAIEndpoint:
+        return OpenAIEndpoint(
+            judge, key, timeout_s=timeout_s, retries=retries, max_in_flight=concurrency
+        )
+
+    return EndpointJudge(f"{judge} {model}", endpoint, body)
+
+
+class EndpointJudge(JudgeModel):
+    """Asks an OpenAI-compatible server, with a client for each event loop: connections belong to
+    one loop."""
+
+    def __init__(
+        self, name: str, make: Callable[[], OpenAIEndpoint], body: Mapping[str, Any]
+    ) -> None:
+        self.name, self._make, self._body = name, make, body
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, OpenAIEndpoint] = (
+            WeakKeyDictionary()
+        )
+
+    async def _ask(self, question: Question) -> JudgeReply:
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop) or self._clients.setdefault(loop, self._make())
+        body = {**self._body, "max_tokens": question.max_tokens, "messages": question.messages}
+        if question.schema is not None:
+            form = {"name": "judgement", "strict": True, "schema": question.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        try:
+            reply = await client.post("/chat/completions", body)
+        except EndpointError as error:
+            if error.may_pass:
+                return JudgeReply(None, problem=error)
+            raise
+        try:
+            text = str(reply["choices"][0]["message"]["content"] or "")
+        except (LookupError, TypeError) as error:
+            raise RolloutRejectedError(
+                f"judge: this is not a chat completion: {str(reply)[:200]}"
+            ) from error
+        used = reply.get("usage")
+        return JudgeReply(text, _count(used, "prompt_tokens"), _count(used, "completion_tokens"))
+
+    async def aclose(self) -> None:
+        if (client := self._clients.pop(asyncio.get_running_loop(), None)) is not None:
+            await client.aclose()
+
+
+def _count(used: Any, name: str) -> int:
+    """A number of tokens that a server has counted; 0 where it counts none."""
+    value = used.get(name) if isinstance(used, Mapping) else None
+    return value if isinstance(value, int) else 0
+
+
+class EngineJudge(JudgeModel):
+    """Asks the base model under the policy's adapter, or a version of the policy, in the policy's
+    engine."""
+
+    bounds_texts = True
+
+    def __init__(
+        self, version: int | None, template_kwargs: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self.name = BASE if version is None else f"policy@{version}"
+        self.inference: JudgeInference | None = None
+        self._version, self._held = version, False
+        self._template_kwargs, self._timeout_s = template_kwargs, timeout_s
+
+    def attach(self, inference: JudgeInference) -> None:
+        self.inference = inference
+
+    async def _ask(self, question: Question) -> JudgeReply:
+        inference = self.inference
+        if inference is None:
+            raise RolloutRejectedError(
+                f'judge = "{self.name}" works only within a run, which provides the engine'
+            )
+        adapter = await self._adapter(inference)
+        structure = None
+        if question.schema is not None:
+            structure = Structure("json_schema", json.dumps(question.schema), "judge", strict=True)
+        try:
+            tokens = inference.tokenizer.render_chat(
+                [_without_marks(message, inference.tokenizer) for message in question.messages],
+                template_kwargs=self._template_kwargs,
+            )
+            request = Request(
+                f"judge/{uuid.uuid4().hex}",
+                tuple(tokens),
+                SamplingParams(
+                    temperature=0.0, max_tokens=question.max_tokens, structure=structure
+                ),
+                adapter=adapter,
+                opens_text=True,
+            )
+            async with asyncio.timeout(self._timeout_s):
+                output: RequestOutput = await inference.client.generate(request)
+        except TimeoutError:
+            return JudgeReply(None, problem=TimeoutError(f"no answer within {self._timeout_s:g} s"))
+        except RequestError as error:  # too long for the model
+            return JudgeReply(None, problem=error)
+        [completion] = output.completions
+        text = completion.text if completion.finish_reason in ("stop", "length") else None
+        problem = None if text is not None else RolloutRejectedError(str(completion.error))
+        return JudgeReply(text, len(tokens), len(completion.token_ids), problem)
+
+    async def _adapter(self, inference: JudgeInference) -> str | None:
+        """Return the adapter that judges, None for the base. Raises RolloutRejectedError."""
+        if inference.adapter is None:
+            raise RolloutRejectedError(
+                f'judge = "{self.name}" needs a policy that is an adapter, but here the base itself'
+                " is trained: use LoRA, or set an endpoint"
+            )
+        if self._version is None:
+            return None
+        weights = getattr(inference, "weights", None)
+        policy = getattr(weights, "policy", None)
+        if weights is None or policy is None:
+            raise RolloutRejectedError(
+                f'judge = "{self.name}": this process trains no adapter, so it has no versions'
+            )
+        name = f"{policy}@{self._version}"
+        try:
+            if (load := weights.loader(name)) is not None:
+                await asyncio.to_thread(load)
+            if not self._held:
+                weights.history.hold(self._version)
+                self._held = True
+        except AdapterError as error:
+            raise RolloutRejectedError(f'judge = "{self.name}": {error}') from error
+        return name
+
+
+def _without_marks(message: Mapping[str, str], tokenizer: ChatTokenizer) -> dict[str, str]:
+    """Escape what this tokenizer would read as a special token: it can only stand in data."""
+    content = message["content"]
+    for mark in map(tokenizer.token_text, sorted(tokenizer.special_ids)):
+        if len(mark) > 2 and mark in content:
+            content = content.replace(mark, f"\\u{ord(mark[0]):04x}{mark[1:]}")
+    return {**message, "content": content}
+
+
+class FunctionJudge(JudgeModel):
+    """Asks a function of the user's: (messages, schema) → the reply's text. Plain ones run on
+    threads."""
+
+    def __init__(self, reference: str, timeout_s: float, concurrency: int) -> None:
+        """Raises ConfigError."""
+        self.name = reference
+        self._function, signature = load_function(reference, "judge")
+        try:
+            signature.bind([], None)
+        except TypeError as error:
+            raise ConfigError(
+                f"judge: {reference} takes {signature}: expected (messages, schema)"
+            ) from error
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
+
+    async def _ask(self, question: Question) -> JudgeReply:
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(self._concurrency))
+        try:
+            async with slots, asyncio.timeout(self._timeout_s):
+                text = await self._call(question)
+        except TimeoutError:
+            return JudgeReply(None, problem=TimeoutError(f"no answer within {self._timeout_s:g} s"))
+        except RolloutRejectedError as error:
+            return JudgeReply(None, problem=error)
+        return JudgeReply(text)
+
+    async def _call(self, question: Question) -> str:
+        def call() -> Any:
+            with user_code(self.name, RolloutRejectedError):
+                return self._function(question.messages, question.schema)
+
+        if is_async(self._function):
+            with user_code(self.name, RolloutRejectedError):
+                text = await self._function(question.messages, question.schema)
+        else:
+            text = await asyncio.to_thread(call)
+        if not isinstance(text, str):
+            raise RolloutRejectedError(f"{self.name} returned {type(text).__name__}, not a text")
+        return text
+
+
+def report_problems(problems: Sequence[Exception | None], what: str = "judge") -> None:
+    """Warn that some requests were not answered. Raises RolloutRejectedError: none was."""
+    failed = [problem for problem in problems if problem is not None]
+    if failed and len(failed) == len(problems):
+        raise RolloutRejectedError(f"{what}: {failed[-1]}") from failed[-1]
+    if failed:
+        log.warning(
+            "the judge did not answer",
+            requests=len(failed),
+            of=len(problems),
+            problem=str(failed[-1]),
+        )
+
+
+# ---------------------------------------------------------------------- what a judge reads
+
+
+def as_data(value: Any) -> str:
+    """Return JSON in one line: quotes and ends of lines in a text are escaped, and so is whatever
+    a chat template or another reader may take for a mark. The same JSON value is read from it."""
+    return CONTROL.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+    )
+
+
+def mark_of(*texts: str) -> str:
+    """Return 16 hexadecimal digits that depend on all that a judge is shown: an answer that held
+    them would change them."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
