@@ -35,7 +35,7 @@ from mlx_parallm.rewards.judge_models import (
     report_problems,
 )
 from mlx_parallm.rewards.judge_pages import Group, group_of, question_of
-from mlx_parallm.rewards.judge_replies import Verdict, read
+from mlx_parallm.rewards.judge_replies import AnswerVerdict, read
 from mlx_parallm.rewards.judge_rubrics import RUBRIC, Aggregation, Rubric, rubric_of
 from mlx_parallm.rewards.part_tools import Completions, to_binary
 from mlx_parallm.system.log import get_logger
@@ -96,7 +96,7 @@ def group_judge(
         name: of its metrics and notes, where an environment has several.
 
     Metrics, under the name: requests, cached, prompt_tokens, completion_tokens, seconds, unscored,
-    unread; spread, length_correlation; order_agreement, order_difference, position_bias.
+    unread; score_spread, length_correlation; order_agreement, order_difference, position_bias.
 
     Raises ConfigError: options that contradict each other, a rubric that says nothing, a key file
     that cannot be read.
@@ -109,7 +109,7 @@ def group_judge(
         raise ConfigError(f'aggregation = {aggregation!r}: "implicit" or "explicit"')
     if rubric_column is not None and not rubric_column.isidentifier():
         raise ConfigError(f"rubric_column = {rubric_column!r}: it has to be a Python identifier")
-    asked = judge_model(
+    judging_model = judge_model(
         judge,
         model=model,
         api_key_file=api_key_file,
@@ -119,17 +119,24 @@ def group_judge(
         concurrency=concurrency,
     )
     try:
-        given = None if rubric is None else rubric_of(rubric)
+        task_rubric = None if rubric is None else rubric_of(rubric)
     except ValueError as error:
         raise ConfigError(f"rubric: {error}") from error
-    settings = Settings(
-        given, rubric_column, aggregation, both_orders, structured, reason_length, max_tokens, seed
+    settings = GroupJudgeOptions(
+        task_rubric,
+        rubric_column,
+        aggregation,
+        both_orders,
+        structured,
+        reason_length,
+        max_tokens,
+        seed,
     )
-    return GroupJudge(asked, settings, name, threshold)
+    return GroupJudge(judging_model, settings, name, threshold)
 
 
 @dataclass(frozen=True)
-class Settings:
+class GroupJudgeOptions:
     """`group_judge`'s options of the same names. `rubric` None: each row has its own."""
 
     rubric: Rubric | None
@@ -143,14 +150,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Asked:
+class JudgeRequest:
     """One request of a group. `order`: the answers by their numbers, as they were shown;
     `verdicts`: by the answers' own numbers."""
 
     criterion: int
     order: Sequence[int]
     reply: JudgeReply
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[AnswerVerdict]
     read: bool
     cached: bool
 
@@ -159,11 +166,11 @@ class GroupJudge:
     """The reward function of `builtin:group_judge`."""
 
     def __init__(
-        self, model: JudgeModel, settings: Settings, name: str, threshold: float | None
+        self, model: JudgeModel, settings: GroupJudgeOptions, name: str, threshold: float | None
     ) -> None:
         self._model, self._settings = model, settings
         self._name, self._threshold = name, threshold
-        self._memory: OrderedDict[str, tuple[Verdict, ...]] = OrderedDict()
+        self._memory: OrderedDict[str, tuple[AnswerVerdict, ...]] = OrderedDict()
         self.__signature__ = _with_column(settings)
 
     def attach(self, inference: JudgeInference) -> None:
@@ -189,17 +196,17 @@ class GroupJudge:
             return []
         rubric = self._rubric(columns)
         group = group_of(prompts[0], completions, trajectories)
-        asked = await self._judged(group, rubric)
-        report_problems([one.reply.problem for one in asked], self._name)
+        requests = await self._judged(group, rubric)
+        report_problems([one.reply.problem for one in requests], self._name)
         orders = [
-            rubric.total([one.verdicts for one in asked if list(one.order) == list(order)])
-            for order in dict.fromkeys(tuple(one.order) for one in asked)
+            rubric.total([one.verdicts for one in requests if list(one.order) == list(order)])
+            for order in dict.fromkeys(tuple(one.order) for one in requests)
         ]
         verdicts = [_merged(each) for each in zip(*orders, strict=True)]
         if all(verdict.score is None for verdict in verdicts):
             raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
         if log_metric is not None:
-            numbers = _cost(asked) | _behaviour(group, verdicts, orders, asked[0].order)
+            numbers = _cost(requests) | _behaviour(group, verdicts, orders, requests[0].order)
             numbers["unscored"] = sum(verdicts[n].score is None for n in group.answer_of)
             for metric, value in numbers.items():
                 log_metric(f"{self._name}/{metric}", value)
@@ -209,7 +216,7 @@ class GroupJudge:
         return [UNSCORED if (s := scores[n]) is None else s for n in group.answer_of]
 
     def _rubric(self, columns: Mapping[str, Sequence[Any]]) -> Rubric:
-        """Return the row's rubric, divided into what is asked at once."""
+        """Return the row's rubric, divided into what is requests at once."""
         settings = self._settings
         of_row = columns.get(settings.rubric_column or "", (None,))[0]
         try:
@@ -219,7 +226,7 @@ class GroupJudge:
             raise RolloutRejectedError(f"{self._name}: {column}: {error}") from error
         return rubric if settings.aggregation == "explicit" else rubric.at_once()
 
-    async def _judged(self, group: Group, rubric: Rubric) -> list[Asked]:
+    async def _judged(self, group: Group, rubric: Rubric) -> list[JudgeRequest]:
         """Ask for each criterion, in one random order or in this and its reverse."""
         settings = self._settings
         key = [settings.seed, group.beginning, group.answers]
@@ -234,7 +241,9 @@ class GroupJudge:
         ]
         return list(await asyncio.gather(*calls))
 
-    async def _ask(self, group: Group, number: int, rubric: str, order: Sequence[int]) -> Asked:
+    async def _ask(
+        self, group: Group, number: int, rubric: str, order: Sequence[int]
+    ) -> JudgeRequest:
         settings, size = self._settings, len(order)
         shown = [group.answers[place] for place in order]
         limit = settings.reason_length
@@ -248,23 +257,23 @@ class GroupJudge:
         key = hashlib.sha256(json.dumps([self._model.name, messages]).encode()).hexdigest()
         if (kept := self._memory.get(key)) is not None:
             self._memory.move_to_end(key)
-            return Asked(number, order, JudgeReply(""), _in_place(kept, order), True, True)
+            return JudgeRequest(number, order, JudgeReply(""), _in_place(kept, order), True, True)
         reply = await self._model.ask(question)
         if reply.text is None:
-            missing = Verdict(None, f"no reply: {reply.problem}")
-            return Asked(number, order, reply, [missing] * size, False, False)
-        found = read(reply.text, size, limit)
-        if found.unknown:
-            log.warning("the judge scored answers that there are not", names=found.unknown)
-        if found.complete:
-            self._memory[key] = tuple(found.verdicts)
+            missing = AnswerVerdict(None, f"no reply: {reply.problem}")
+            return JudgeRequest(number, order, reply, [missing] * size, False, False)
+        reply_read = read(reply.text, size, limit)
+        if reply_read.unknown:
+            log.warning("the judge scored answers that there are not", names=reply_read.unknown)
+        if reply_read.complete:
+            self._memory[key] = tuple(reply_read.verdicts)
             if len(self._memory) > REMEMBERED:
                 self._memory.popitem(last=False)
-        verdicts = _in_place(found.verdicts, order)
-        return Asked(number, order, reply, verdicts, found.readable, False)
+        verdicts = _in_place(reply_read.verdicts, order)
+        return JudgeRequest(number, order, reply, verdicts, reply_read.readable, False)
 
 
-def _with_column(settings: Settings) -> inspect.Signature:
+def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
     """The signature of the reward: the column of rubrics is a parameter, so that a data set
     without it is refused."""
     _, *parameters = inspect.signature(GroupJudge.__call__).parameters.values()
@@ -279,12 +288,12 @@ def _with_column(settings: Settings) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _in_place(verdicts: Sequence[Verdict], order: Sequence[int]) -> list[Verdict]:
+def _in_place(verdicts: Sequence[AnswerVerdict], order: Sequence[int]) -> list[AnswerVerdict]:
     """Return verdicts by the answers' own numbers, of those in the order shown."""
     return [verdicts[order.index(number)] for number in range(len(order))]
 
 
-def _merged(verdicts: Sequence[Verdict]) -> Verdict:
+def _merged(verdicts: Sequence[AnswerVerdict]) -> AnswerVerdict:
     """One answer's verdict of those in several orders: the mean of its scores, and the reason of
     the first."""
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
@@ -292,14 +301,14 @@ def _merged(verdicts: Sequence[Verdict]) -> Verdict:
         return verdicts[0]
     first = next(verdict for verdict in verdicts if verdict.score is not None)
     both = tuple(scores) if len(verdicts) > 1 else ()
-    return Verdict(math.fsum(scores) / len(scores), first.reason, first.parts, both)
+    return AnswerVerdict(math.fsum(scores) / len(scores), first.reason, first.parts, both)
 
 
-def _cost(asked: Sequence[Asked]) -> dict[str, float]:
-    sent = [one for one in asked if not one.cached]
+def _cost(requests: Sequence[JudgeRequest]) -> dict[str, float]:
+    sent = [one for one in requests if not one.cached]
     numbers: dict[str, float] = {
         "requests": len(sent),
-        "cached": len(asked) - len(sent),
+        "cached": len(requests) - len(sent),
         "prompt_tokens": sum(one.reply.prompt_tokens for one in sent),
         "completion_tokens": sum(one.reply.completion_tokens for one in sent),
     }
@@ -315,8 +324,8 @@ def _cost(asked: Sequence[Asked]) -> dict[str, float]:
 
 def _behaviour(
     group: Group,
-    verdicts: Sequence[Verdict],
-    orders: Sequence[Sequence[Verdict]],
+    verdicts: Sequence[AnswerVerdict],
+    orders: Sequence[Sequence[AnswerVerdict]],
     order: Sequence[int],
 ) -> dict[str, float]:
     """The numbers that tell a judge that sees differences from one that does not. Each is missing
@@ -328,7 +337,7 @@ def _behaviour(
         if v.score is not None
     ]
     if len(scored) > 1:
-        numbers["spread"] = statistics.pstdev([score for score, _ in scored])
+        numbers["score_spread"] = statistics.pstdev([score for score, _ in scored])
     if len(scored) > 2 and (r := rank_correlation(*zip(*scored, strict=True))) is not None:
         numbers["length_correlation"] = r
     if len(orders) == 2:

@@ -73,7 +73,7 @@ def judge(
     """
     if mode not in ("score", "rank"):
         raise ConfigError(f'mode = {mode!r}: "score" or "rank"')
-    asked = judge_model(
+    judging_model = judge_model(
         judge,
         model=model,
         api_key_file=api_key_file,
@@ -82,7 +82,7 @@ def judge(
         retries=retries,
         concurrency=concurrency,
     )
-    return ModelJudge(asked, mode, criteria, threshold, max_tokens)
+    return ModelJudge(judging_model, mode, criteria, threshold, max_tokens)
 
 
 class ModelJudge:

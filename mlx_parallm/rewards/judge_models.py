@@ -128,7 +128,7 @@ def judge_model(
         number = None if version is None else int(version[1])
         return EngineJudge(number, chat_template_kwargs or {}, timeout_s)
     if is_reference(judge):
-        return FunctionJudge(judge, timeout_s, concurrency)
+        return PythonJudge(judge, timeout_s, concurrency)
     if not judge.startswith(("http://", "https://")):
         raise ConfigError(f"judge = {judge!r}: {FORMS}")
     if model is None:
@@ -282,7 +282,7 @@ def _without_marks(message: Mapping[str, str], tokenizer: ChatTokenizer) -> dict
     return {**message, "content": content}
 
 
-class FunctionJudge(JudgeModel):
+class PythonJudge(JudgeModel):
     """Asks a function of the user's: (messages, schema) → the reply's text. Plain ones run on
     threads."""
 
@@ -349,7 +349,7 @@ def as_data(value: Any) -> str:
     """Return JSON in one line: quotes and ends of lines in a text are escaped, and so is whatever
     a chat template or another reader may take for a mark. The same JSON value is read from it."""
     return CONTROL.sub(
-        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
     )
 
 

@@ -1,4 +1,4 @@
-"""What a group judge is shown: the common beginning of the episodes once, then each of the answers.
+"""Requests to a judge of groups: the common beginning of the episodes once, then each answer.
 
 Answers are data. They are JSON in one line each (`judge_models.as_data`), under names of ours,
 between two lines with a mark that no answer can foresee: so none can end its own text, begin
@@ -89,9 +89,9 @@ def _episode(trajectory: Trajectory) -> tuple[list[dict[str, Any]], int]:
     """Return the messages of an episode, and how many of them come before the policy's first
     answer. An environment that shows the policy less than all of it is shown as its texts."""
     turns = max(len(trajectory.history), 1)
-    own = [n for n, m in enumerate(trajectory.messages) if m.get("role") == "assistant"]
-    if len(own) >= turns:
-        return [_plain(message) for message in trajectory.messages], own[-turns]
+    answer_places = [n for n, m in enumerate(trajectory.messages) if m.get("role") == "assistant"]
+    if len(answer_places) >= turns:
+        return [_plain(message) for message in trajectory.messages], answer_places[-turns]
     return (
         [
             {"role": "user", "content": trajectory.prompt},
@@ -151,8 +151,9 @@ def question_of(
 
 
 def _schema(names: Sequence[str], longest: int | None) -> dict[str, Any]:
-    """Of a reply with one reason and one score for each name. It has only what servers with strict
-    schemas take; without a bound a model that does not stop fills the reply with one reason."""
+    """Return the schema of a reply with a reason and a score for each name. It has only what
+    servers with strict schemas take; `longest`, which some refuse, stops a model that does not
+    end."""
     reason = {"type": "string"} | ({} if longest is None else {"maxLength": longest})
     verdict = {
         "type": "object",

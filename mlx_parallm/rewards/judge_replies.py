@@ -12,17 +12,17 @@ TRIES = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AnswerVerdict:
     """`score` None: the answer is unscored, for the reason. `parts`: by each criterion; `orders`:
     its scores in both orders."""
 
     score: float | None
     reason: str
-    parts: tuple[tuple[str, "Verdict"], ...] = ()
+    parts: tuple[tuple[str, "AnswerVerdict"], ...] = ()
     orders: tuple[float, ...] = ()
 
     def note(self) -> dict[str, Any]:
-        """What is kept with the answer, for people."""
+        """Return what is kept with the answer, for people."""
         note: dict[str, Any] = {"score": self.score}
         if self.reason:
             note["reason"] = self.reason
@@ -38,7 +38,7 @@ class Found:
     """`verdicts`: of each answer, in the order shown. `readable`: it is JSON of the right form.
     `unknown`: names that are those of no answer."""
 
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[AnswerVerdict]
     readable: bool
     unknown: Sequence[str] = ()
 
@@ -75,7 +75,9 @@ def read(text: str, size: int, longest: int) -> Found:
     reply = next((each for each in _objects(text) if _is_form(each)), None)
     if reply is None:
         why = "there is none" if not text.strip() else f"it begins {text.strip()[:60]!r}"
-        return Found([Verdict(None, f"the reply is not the JSON asked for: {why}")] * size, False)
+        return Found(
+            [AnswerVerdict(None, f"the reply is not the JSON asked for: {why}")] * size, False
+        )
     names = [name_of(place) for place in range(size)]
     verdicts = [_verdict(reply, name, 2 * longest) for name in names]
     return Found(verdicts, True, [key[:40] for key in reply if key not in names])
@@ -107,17 +109,17 @@ def _is_form(value: Any) -> bool:
     return isinstance(value, _Object) and any(key.startswith("answer_") for key in value)
 
 
-def _verdict(reply: _Object, name: str, longest: int) -> Verdict:
+def _verdict(reply: _Object, name: str, longest: int) -> AnswerVerdict:
     if name not in reply:
-        return Verdict(None, "the judge left it out")
+        return AnswerVerdict(None, "the judge left it out")
     entry = reply[name]
     if name in reply.twice or (isinstance(entry, _Object) and "score" in entry.twice):
-        return Verdict(None, "the judge gave it two scores")
+        return AnswerVerdict(None, "the judge gave it two scores")
     score = entry.get("score") if isinstance(entry, _Object) else entry
     reason = entry.get("reason", "") if isinstance(entry, _Object) else ""
     if isinstance(score, bool) or not isinstance(score, int | float):
-        return Verdict(None, f"the judge's score is not a number: {str(score)[:40]!r}")
+        return AnswerVerdict(None, f"the judge's score is not a number: {str(score)[:40]!r}")
     if not 0 <= score <= 1:  # NaN too
-        return Verdict(None, f"the judge's score is not from 0 to 1: {str(score)[:40]}")
+        return AnswerVerdict(None, f"the judge's score is not from 0 to 1: {str(score)[:40]}")
     words = str(reason).encode("utf-8", "replace").decode()
-    return Verdict(float(score), words if len(words) <= longest else f"{words[:longest]} …")
+    return AnswerVerdict(float(score), words if len(words) <= longest else f"{words[:longest]} …")

@@ -1,11 +1,11 @@
-"""What a group judge judges by: a text, or criteria with weights, judged at once or one by one."""
+"""Rubrics of a judge of groups: a text, or criteria with weights, judged at once or one by one."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_parallm.rewards.judge_replies import Verdict
+from mlx_parallm.rewards.judge_replies import AnswerVerdict
 
 Aggregation = Literal["implicit", "explicit"]
 
@@ -45,7 +45,7 @@ class Rubric:
             )
         )
 
-    def total(self, by_question: Sequence[Sequence[Verdict]]) -> list[Verdict]:
+    def total(self, by_question: Sequence[Sequence[AnswerVerdict]]) -> list[AnswerVerdict]:
         """Return one verdict for each answer, of those to each question: the weighted sum, over
         the sum of the positive weights, within 0 to 1 (explicit aggregation). An answer that lacks
         one of them has no score.
@@ -56,14 +56,14 @@ class Rubric:
             return list(by_question[0])
         return [self._sum(verdicts) for verdicts in zip(*by_question, strict=True)]
 
-    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
+    def _sum(self, verdicts: Sequence[AnswerVerdict]) -> AnswerVerdict:
         parts = tuple(zip(self.questions, verdicts, strict=True))
         for text, verdict in parts:
             if verdict.score is None:
-                return Verdict(None, f"{text[:80]}: {verdict.reason}", parts)
+                return AnswerVerdict(None, f"{text[:80]}: {verdict.reason}", parts)
         whole = math.fsum(w * (v.score or 0.0) for w, v in zip(self.weights, verdicts, strict=True))
         score = whole / math.fsum(weight for weight in self.weights if weight > 0)
-        return Verdict(min(max(score, 0.0), 1.0), "", parts)
+        return AnswerVerdict(min(max(score, 0.0), 1.0), "", parts)
 
 
 def rubric_of(value: str | Sequence[str | Mapping[str, Any]]) -> Rubric:

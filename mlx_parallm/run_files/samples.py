@@ -4,6 +4,7 @@
 browser, one file without scripts, everything escaped. The terminal and trackers show the same.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ SAMPLES_PAGE = "samples.html"
 STEPS_ON_PAGE = 50
 # keys that older lines lack
 OLD_DEFAULTS: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}
+LONGEST_NOTE = 400  # characters of what a reward has noted about an answer, on the page
 LONGEST_TEXT = 8_000  # characters of a prompt or a completion on the page; samples.jsonl has all
 
 STYLE = """
@@ -75,6 +77,8 @@ class Sample:
     scores: Mapping[str, float]  # parts of the reward
     prompt: str
     completion: str
+    # what rewards have noted about it, by column: a judge's reason
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,7 +87,8 @@ class Sample:
         version = "version ?" if self.version is None else f"version {self.version}"
         turns = f" in {self.turns} turns" if self.turns > 1 else ""
         ended = f"{self.tokens} tokens{turns}, ended by {self.stop_reason or '?'}"
-        notes = (self.environment, version, ended, self.group_id)
+        noted = [f"{column}: {_note(value)}" for column, value in self.extra.items()]
+        notes = (self.environment, version, ended, self.group_id, *noted)
         return Shown(
             f"step {self.step}",
             self.which,
@@ -212,7 +217,13 @@ def _sample(
         completion="".join(
             text if on else BETWEEN.format(text) for (on, _), text in zip(parts, texts, strict=True)
         ),
+        extra=dict(rollout.extra),
     )
+
+
+def _note(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_NOTE else f"{text[:LONGEST_NOTE]} …"
 
 
 def write_page(path: Path, title: str, shown: Iterable[Shown], *, note: str = "") -> None:

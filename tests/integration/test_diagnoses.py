@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor.judge_signs import JUDGE_RULES
 from mlx_parallm.runs.explain import Explanation, explain
 from mlx_parallm.runs.run import open_run
 from tests.integration.http_environment import needs_atropos
@@ -115,8 +116,10 @@ def test_every_rule_is_provoked() -> None:
     diagnoses = {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
     # read in run.log, which a daemon alone writes: tests/rl_training/monitor/test_explain.py; of a
     # planner that delegates, which the tiny model does not: tests/orchestrator/test_environment.py
-    # and by a learned reward's own metric: tests/rl_training/evaluation/test_examiner.py
+    # by a learned reward's own metric: tests/rl_training/evaluation/test_examiner.py; and by those
+    # of a judge: tests/rl_training/monitor/test_judge_signs.py
     elsewhere = {"paused", "delegations-fail", "unlike-the-labels"}
+    elsewhere |= {name for name, *_ in JUDGE_RULES}
     assert {rule.name for rule in health.RULES} == diagnoses | elsewhere
 
 

@@ -15,7 +15,7 @@ from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.group_judge import agreement, rank_correlation
 from mlx_parallm.rewards.judge_pages import group_of
-from mlx_parallm.rewards.judge_replies import Verdict, read
+from mlx_parallm.rewards.judge_replies import AnswerVerdict, read
 from mlx_parallm.rewards.judge_rubrics import Rubric, rubric_of
 from mlx_parallm.rewards.parts import PARTS
 from mlx_parallm.types import Completion, RequestOutput, Rollout, Trajectory, Turn
@@ -189,7 +189,9 @@ async def test_criteria_one_by_one_or_at_once(judging):
     [(messages, _)] = at_once.asked
     assert "(weight 3) is polite" in messages[0]["content"]
     assert "(weight 2, counts against the answer) insults" in messages[0]["content"]
-    low = Rubric(("a", "b"), (1.0, -5.0)).total([[Verdict(0.5, "")], [Verdict(1.0, "")]])
+    low = Rubric(("a", "b"), (1.0, -5.0)).total(
+        [[AnswerVerdict(0.5, "")], [AnswerVerdict(1.0, "")]]
+    )
     assert low[0].score == 0.0, "within 0 to 1"
 
 

@@ -65,6 +65,17 @@ def test_what_the_environment_said_is_marked() -> None:
     assert "3 tokens in 2 turns, ended by ?" in sample.shown().notes
 
 
+def test_what_a_reward_has_noted_is_shown(tmp_path: Path) -> None:
+    judged = group("g", [0.5])
+    note = {"score": 0.5, "reason": "short, but <polite>"}
+    rollout = dataclasses.replace(judged.rollouts[0], extra={"judge": note, "long": "x" * 9999})
+    log = SampleLog(tmp_path / "samples.jsonl", letters, every=1)
+    [sample, *_] = log.write(1, [dataclasses.replace(judged, rollouts=(rollout,))])
+    assert sample.extra["judge"] == note
+    page = (tmp_path / SAMPLES_PAGE).read_text()
+    assert "short, but &lt;polite&gt;" in page and "x" * 500 not in page
+
+
 def test_every_n_steps_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     log = SampleLog(path, letters, every=2)

@@ -5,6 +5,7 @@ other rules, and lists these."""
 import re
 
 from mlx_parallm.rl_training.monitor.evidence import FEWEST_STEPS, Evidence, Sign
+from mlx_parallm.rl_training.monitor.judge_signs import JUDGE_RULES
 
 ENTROPY_LOST = 0.1
 """Bound on the entropy of the load, whose highest is 1. A pretrained router that is not trained
@@ -138,4 +139,4 @@ FAILURE_RULES = (
     ),
 )
 
-PART_RULES = (*EXPERT_RULES, *EXAMINER_RULES)
+PART_RULES = (*EXPERT_RULES, *EXAMINER_RULES, *JUDGE_RULES)
