@@ -49,6 +49,8 @@ class Train(Configured):
     ranks: Annotated[int, "N"] | None = None
     """train with N processes on this machine, each with its own engine
     (docs/operations.md#several-processes)"""
+    until: Annotated[str, "CONDITION"] | None = setting("rl_training.until")
+    """end before total_steps, at a number of metrics.jsonl: --until "eval/score >= 0.8""""
     dry_run: bool = False
     """load, show a scored group of each environment, measure a few steps, say what the run will
     need; keep nothing"""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlx_parallm.config.algorithm import AlgorithmSection, PrepareConfig, check_prepared
+from mlx_parallm.config.condition import condition_of
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
     NOT_OF_PREFERENCES,
@@ -275,6 +276,9 @@ class LoopSection(Section):
 
     total_steps: int = Field(100, ge=1)
     """Absolute number of steps, also after a resume."""
+    until: str | None = None
+    """End the run before total_steps, at the first line of metrics.jsonl that meets this: e.g.
+    "eval/score >= 0.8"; >=, <=, > or <, of any of its numbers (docs/watching.md#ending-at-a-number)."""
     checkpoint_interval: int = Field(50, ge=1)
     """Steps between checkpoints; one is always made at the end."""
     max_staleness: int = Field(1, ge=0)
@@ -284,6 +288,11 @@ class LoopSection(Section):
     """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
     seed: int = 0
     """Seed of everything random."""
+
+    @field_validator("until")
+    @classmethod
+    def _is_condition(cls, value: str | None) -> str | None:
+        return None if value is None else str(condition_of(value))
 
 
 class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):

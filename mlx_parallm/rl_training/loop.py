@@ -42,6 +42,7 @@ from mlx_parallm.rl_training.publish.weight_updater import WeightUpdater
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
+from mlx_parallm.rl_training.until import Until
 from mlx_parallm.run_files.metrics import MetricsFile, complete
 from mlx_parallm.run_files.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.run_files.versions import VersionSteps
@@ -96,6 +97,7 @@ class RunControl:
         between_steps: performs commands; called as often, while no step is under way.
         training: a context around each training step.
         measure: further numbers for the metrics line of a step that was trained and published.
+        measure_end: the same of a step that turns out to be the last: `until` is met.
         after_step: called with the line when it is on the disk; true: save a checkpoint, besides
             those of checkpoint_interval. An exception ends the run.
         served_tokens: the engine's counter of sampled tokens.
@@ -110,6 +112,7 @@ class RunControl:
     while_waiting: Callable[[], None] = lambda: None
     training: Callable[[], AbstractContextManager[None]] = nullcontext
     measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
+    measure_end: Callable[[int], Mapping[str, Any]] = lambda step: {}
     after_step: Callable[[dict[str, Any]], bool | None] = lambda line: None
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
@@ -140,6 +143,7 @@ class TrainingLoop:
         self._timeouts = parts.updater.timeouts
         self._refused = parts.updater.refused
         self._gave_up = ""  # why the last step had fewer rollouts
+        self._until = Until.of(self._training.until)
         self._rollbacks = list(state.rollbacks) if state else []
         # since the last line
         self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)
@@ -156,11 +160,12 @@ class TrainingLoop:
         return self._step
 
     def run(self, until: int | None = None) -> Outcome:
-        """Train up to step `until` (default: total_steps) or a stop request, and save. May be
-        called again for later steps. Raises CheckpointError: the disk. EnvironmentFailedError:
+        """Train up to step `until` (default: total_steps), to the condition of
+        rl_training.until, or to a stop request, and save. May be called again for later steps.
+        Raises CheckpointError: the disk. EnvironmentFailedError:
         the sources."""
         self._last = until or self._training.total_steps
-        while self._step < self._last:
+        while self._step < self._last and not self._until.ended(self._line):
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
             waited = time.perf_counter()
@@ -186,6 +191,7 @@ class TrainingLoop:
             with self._control.publishing():
                 self._finish_step(batch, result, time_rollout_s)
         self._save(None, final=True)
+        self._until.tell(self._line, self._events)
         return "finished"
 
     # ------------------------------------------------------------------ the parts of a step
@@ -300,6 +306,9 @@ class TrainingLoop:
             "time_publish_s": time_publish_s,
         } | dict(self._control.measure(batch.step))
         self._line = self._metrics(batch, result, report, times | learned)
+        if not last and (ends := self._until.met_by(self._line)):
+            last = True
+            self._line |= self._end(batch) | {"ended": ends}
         if self._parts.metrics is not None:
             self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:
@@ -309,6 +318,16 @@ class TrainingLoop:
         wanted = self._control.after_step(self._line)
         if not last and (wanted or batch.step % self._training.checkpoint_interval == 0):
             self._save(None)
+
+    def _end(self, batch: TrainBatch) -> dict[str, Any]:
+        """Serve and measure the weights of a step that turns out to be the last. Return what this
+        changes in its line."""
+        updater = self._parts.updater
+        if updater.state().dirty:
+            rollouts = [sequence.rollout for sequence in batch.sequences]
+            updater.after_step(batch.step, updates=0, last=True, rollouts=rollouts)
+        numbers = {"policy_version": updater.version} | dict(self._control.measure_end(batch.step))
+        return numbers
 
     def _learn_beside(self, batch: TrainBatch) -> dict[str, Any]:
         """Let the environments' learners learn from their groups, before the next ones are

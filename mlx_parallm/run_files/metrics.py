@@ -166,6 +166,18 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _finite(value) for key, value in line.items()}
 
 
+def number_of(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a line: "reward_mean", "eval/score", or of what is below a key,
+    "environments/NAME/reward_mean". None: it is not there, or no number."""
+    if name in line:
+        value = line[name]
+        return None if isinstance(value, bool | str | Mapping) else value
+    for key, below in line.items():
+        if isinstance(below, Mapping) and name.startswith(f"{key}/"):
+            return number_of(below, name.removeprefix(f"{key}/"))
+    return None
+
+
 def of_rows(line: Mapping[str, Any]) -> bool:
     """Whether a step trained on rows of a file: on sequences without groups."""
     return bool(line.get("sequences")) and line.get("groups") == 0

@@ -144,6 +144,7 @@ MAY_CHANGE = (
             "distillation.*",
             "distillation.teachers.*.*",
             "total_steps",
+            "until",
             "checkpoint_interval",
             "restart_every",
             "restart_pause_s",

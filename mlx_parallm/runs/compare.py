@@ -230,7 +230,8 @@ def _with_interval(numbers: Metrics, metric: str) -> str:
 
 def _steps(run: ComparedRun) -> str:
     of = "" if run.run.total_steps is None else f" of {run.run.total_steps}"
-    return f"{run.run.steps}{of}, {run.run.state}"
+    ended = "" if run.run.ended is None else f" ({run.run.ended})"
+    return f"{run.run.steps}{of}, {run.run.state}{ended}"
 
 
 def _judged_by(runs: Sequence[ComparedRun]) -> str:

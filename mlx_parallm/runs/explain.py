@@ -140,6 +140,7 @@ def explain(run: Run) -> Explanation:
     elif not (findings or evidence.gained or by_clients) and run.steps >= SOME_STEPS:
         notes += slowness(evidence, heldout, lines)
     notes += two_curves(evidence, heldout)
+    notes += [] if run.ended is None else [f"rl_training.until ended it: {run.ended}"]
     notes += (
         []
         if any(finding.diagnosis.name == "reward-below-1" for finding in findings)

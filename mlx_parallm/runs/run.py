@@ -115,7 +115,12 @@ class Run:
     def finished(self) -> bool:
         total = self.total_steps
         goes_on = bool(self.metrics) and total is not None and self.steps < total
-        return self.has_final and not goes_on
+        return self.has_final and not (goes_on and self.ended is None)
+
+    @property
+    def ended(self) -> str | None:
+        """The condition of rl_training.until that ended the run, and the number that met it."""
+        return self.metrics[-1].get("ended") if self.metrics else None
 
     @property
     def state(self) -> str:

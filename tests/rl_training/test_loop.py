@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.events import Waiting
+from mlx_parallm.rl_training.events import Noted, Waiting, Warned
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.publish.weight_updater import UpdaterState
 from mlx_parallm.rl_training.step.ranks import HasArrays, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.run_files.metrics import KEYS, TIMES
+from mlx_parallm.rl_training.until import check_until
+from mlx_parallm.run_files.metrics import KEYS, TIMES, number_of
 from mlx_parallm.system.log import configure_logging
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import assert_same_training, weights
@@ -415,3 +419,82 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     with running(tmp_path / "run", resume=True, total_steps=3) as run:
         assert run.loop.run() == "finished"
         assert [line["step"] for line in run.lines] == [1, 2, 3]
+
+
+def test_a_run_ends_at_the_first_line_that_meets_its_condition(tmp_path: Path) -> None:
+    """The step is the last one in every way: served though no publish was due, measured, and saved
+    as final. A resume makes no step; with another condition it goes on."""
+    measured: list[int] = []
+
+    def measure_end(step: int) -> dict[str, Any]:
+        measured.append(step)
+        return {"eval/score": 0.5}
+
+    control = RunControl(
+        measure=lambda step: {"score": step / 10 if step != 2 else None}, measure_end=measure_end
+    )
+    values = {
+        "total_steps": 6,
+        "weight_updates": {"update_every_n_steps": 2},
+        "max_staleness": 1,
+        "control": control,
+    }
+    told: list[str] = []
+    with running(tmp_path / "run", until="score > 0.25", **values) as run:
+        run.stream.subscribe(Noted, lambda event: told.append(event.text))
+        assert run.loop.run() == "finished"
+        last = run.lines[-1]
+        assert (run.loop.step, measured, last["eval/score"]) == (3, [3], 0.5)
+        assert last["ended"] == "score > 0.25: 0.3" and "ended" not in run.lines[0]
+        assert last["policy_version"] == run.shared.version == 2
+        assert (run.directory / "final" / "adapters.safetensors").is_file()
+        assert told == ["the run has ended at step 3: rl_training.until is met, score > 0.25: 0.3"]
+    with running(tmp_path / "run", resume=True, until="score > 0.25", **values) as run:
+        run.stream.subscribe(Noted, lambda event: told.append(event.text))
+        assert run.loop.run() == "finished" and run.loop.step == 3
+        assert told[1] == told[0], "a resume says so too"
+    with running(tmp_path / "run", resume=True, until="never > 1", **values) as run:
+        warned: list[Any] = []
+        run.stream.subscribe(Warned, lambda event: warned.append(event.numbers))
+        assert run.loop.run() == "finished"
+        assert run.loop.step == 6 and "ended" not in run.lines[-1]
+        assert [numbers.get("metric") for numbers in warned] == ["never"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rl_training.until": "reward_men >= 1"}, "did you mean 'reward_mean'"),
+        ({"rl_training.until": "heldout_score >= 1"}, "eval/score"),
+        ({"rl_training.until": "eval/score >= 1"}, "evaluation.every"),
+        ({"rl_training.until": "environments >= 1"}, "no number"),
+        ({"rl_training.until": "policy_loss < 1"}, None),
+        ({"rl_training.until": "environments/a/reward_mean < 1"}, None),
+        (
+            {
+                "rl_training.until": "eval/score < 1",
+                "evaluation.every": 1,
+                "evaluation.problems": 1,
+                "environments": [{"kind": "simple_text"}],
+            },
+            None,
+        ),
+        ({"rl_training.until": "heldout_score >= 1", "rl_training.algorithm": "sft"}, None),
+    ],
+)
+def test_a_condition_that_no_line_can_meet_is_refused(
+    keys: dict[str, Any], words: str | None
+) -> None:
+    data: dict[str, Any] = {"data": {"path": "rows.jsonl"}} if len(keys) == 2 else {}
+    for key, value in keys.items():
+        section, _, leaf = key.partition(".")
+        data = data | {section: {**data.get(section, {}), leaf: value} if leaf else value}
+    config = parse_config(data)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_until(config)
+
+
+def test_a_number_of_a_line_is_a_key_or_a_path() -> None:
+    line = {"a": 1.0, "b/c": 2, "e": {"x/y": {"z": 3}}, "t": True, "w": "7", "n": None}
+    names = ["a", "b/c", "e/x/y/z", "t", "w", "n", "e", "a/b", "none"]
+    assert [number_of(line, name) for name in names] == [1.0, 2, 3, *[None] * 6]

@@ -261,7 +261,8 @@ class Trainings:
         code = path.read_text().strip() if path.is_file() else ""
         lines = self._lines(training.name)
         if code == "0":
-            return "completed" if lines and lines[-1]["step"] >= training.total_steps else "stopped"
+            done = lines and (lines[-1]["step"] >= training.total_steps or lines[-1].get("ended"))
+            return "completed" if done else "stopped"
         return "stopped" if training.stop_requested else "failed"
 
     def _serves(self, training: Training) -> bool:

@@ -85,6 +85,12 @@ class HeldOut:
         numbers = self.numbers() if due else {}
         return numbers | (self._before if step == 1 else {})
 
+    def measure_end(self, step: int) -> dict[str, float]:
+        """Return the numbers of a step that turns out to be the last; empty if `measure` has
+        returned them."""
+        measured = self._every > 0 and step % self._every == 0
+        return {} if measured else self.numbers()
+
     def numbers(self) -> dict[str, float]:
         """The metrics under the weights as they are now; empty without held-out rows."""
         if not self._units:

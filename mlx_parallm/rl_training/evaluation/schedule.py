@@ -190,6 +190,12 @@ class Evaluations:
             {f"{PREFIX}skipped": self._log.skipped} if self._log.skipped > skipped else {}
         )
 
+    def measure_end(self, step: int) -> dict[str, float | None]:
+        """Return the numbers for the line of a step that turns out to be the last: it is
+        evaluated as the one at total_steps is."""
+        self._last = step
+        return self.measure(step)
+
     def wants_checkpoint(self, step: int) -> bool:
         """Whether the weights of this step are evaluated: they must be kept in case they are the
         best, or the process ends before the evaluation does."""

@@ -18,6 +18,7 @@ from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.options import check_kv_bits, make_algorithm
+from mlx_parallm.rl_training.until import check_until
 from mlx_parallm.rl_training.run.serving import PolicyServer
 from mlx_parallm.rl_training.sources import SourceKind
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
@@ -95,6 +96,7 @@ class PreparedRun:
         check_installed(config.logging)
         config, self.checkpoint, self.start_over = what_to_resume(config, resume)
         check_kv_bits(config)
+        check_until(config)
         self.config, training = config, config.rl_training
         self.events, self.live = RunEvents(), LiveRun(training.total_steps)
         self.closing, self.end = ExitStack(), EndLimit()

@@ -16,6 +16,7 @@ from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.run.report import print_run_report, run_info
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run.watchers import watch
+from mlx_parallm.rl_training.until import ENDED
 from mlx_parallm.run_files.directory import newest_checkpoint
 from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.device.heartbeat import PAUSED, supervised
@@ -114,6 +115,7 @@ class RunningRun:
             writing=serving.turns.writing,
             faults=serving.turns.faults,
             measure=self._measure,
+            measure_end=self._measure_end,
             after_step=self._after_step,
             served_tokens=lambda: serving.client.stats().generation_tokens + ranks.served_tokens(),
         )
@@ -125,7 +127,7 @@ class RunningRun:
         every = self._started.config.rl_training.restart_every
         if not (every and self._ends_process and supervised()) or step % every:
             return wanted
-        if step < self._started.config.rl_training.total_steps:
+        if step < self._started.config.rl_training.total_steps and ENDED not in line:
             self.paused = True
             prepared.stop.set()
         return True
@@ -137,6 +139,14 @@ class RunningRun:
             **(heldout.measure(step) if heldout is not None else {}),
             **self._evaluations.measure(step),
             **(tools.new_counts() if tools is not None else {}),
+        }
+
+    def _measure_end(self, step: int) -> dict[str, Any]:
+        """Return what a run measures at its end, if this step is the last before total_steps."""
+        heldout = self._started.heldout
+        return {
+            **(heldout.measure_end(step) if heldout is not None else {}),
+            **self._evaluations.measure_end(step),
         }
 
     def _guard_falls(self, events: RunEvents) -> None:

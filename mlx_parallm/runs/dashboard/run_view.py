@@ -218,6 +218,7 @@ class RunView:
                 "path": str(self.path),
                 "state": self.state(),
                 "steps": last.get("step", 0),
+                "ended": last.get("ended"),
                 "total_steps": config.rl_training.total_steps
                 if config is not None and clients is None
                 else None,

@@ -160,7 +160,7 @@ function App() {
       </div>
       <nav aria-label="views">${tabs.map(tab)}</nav>
       <div class="now">
-        ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
+        ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>${info.ended && html` <span class="count">${info.ended}</span>`}`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>
         <button class="plain" onClick=${() => setHelp(!help)} aria-label="keys" title="keys (?)">?</button>
       </div>
