@@ -50,7 +50,8 @@ class Train(Configured):
     """train with N processes on this machine, each with its own engine
     (docs/operations.md#several-processes)"""
     until: Annotated[str, "CONDITION"] | None = setting("rl_training.until")
-    """end before total_steps, at a number of metrics.jsonl: --until "eval/score >= 0.8""""
+    """end before total_steps, at a number of metrics.jsonl, e.g. "eval/score >= 0.8"
+    (docs/watching.md#ending-at-a-number)"""
     dry_run: bool = False
     """load, show a scored group of each environment, measure a few steps, say what the run will
     need; keep nothing"""
@@ -240,7 +241,7 @@ def _training_config(args: Train) -> "Config":
     model, data and reward."""
     base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
     if args.data or args.reward or args.algorithm:
-        config = load(None, args.set, text=_dataset_toml(args))
+        config = load(None, args.overrides, text=_dataset_toml(args))
         return _as_it_began(config, args) if args.resume == "auto" else config
     source = args.config
     if source is None:
@@ -251,8 +252,10 @@ def _training_config(args: Train) -> "Config":
             )
         from mlx_parallm.run_files.directory import saved_config
 
-        return load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
-    return load(source, args.set + base)
+        return load(
+            str(saved_config(Path(args.resume).expanduser())), args.overrides + base, saved=True
+        )
+    return load(source, args.overrides + base)
 
 
 def _named(config: "Config", source: str | None, resume: str | None) -> "Config":
@@ -275,7 +278,7 @@ def _as_it_began(config: "Config", args: Train) -> "Config":
     saved = directory_of(training.checkpoint_dir, training.run_name, "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
-    began = load(str(saved), args.set, saved=True)
+    began = load(str(saved), args.overrides, saved=True)
     before = _dataset_flags(began)
     for name, value in _dataset_flags(config).items():
         if value != before.get(name, value):

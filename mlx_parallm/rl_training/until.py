@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.config.condition import Condition, condition_of
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.evaluation import EvaluationConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.events import Noted, RunEvents
 from mlx_parallm.run_files.best_checkpoint import HELDOUT
@@ -24,10 +25,9 @@ NO_NUMBERS = (
 ALIKE = 0.85  # as difflib counts: one or two letters
 
 
-def check_until(config: Config) -> None:
+def check_until(training: RLTrainingConfig, evaluation: EvaluationConfig) -> None:
     """Raises ConfigError: rl_training.until names what is no number, or what no line of this run
     will have."""
-    training, evaluation = config.rl_training, config.evaluation
     if training.until is None:
         return
     name, rows = condition_of(training.until).name, training.learns_from_rows

@@ -381,6 +381,9 @@ def test_a_run_with_steps_to_go_is_not_finished(directory):
     assert explained(directory).state == "stopped or killed"
     write(directory, "".join(map(line, range(1, 51))))
     assert explained(directory).state == "finished"
+    write(directory, line(1) + line(2, ended="loss < 1: 0.5"))
+    assert explained(directory).state == "finished"
+    assert "rl_training.until ended it: loss < 1: 0.5" in explained(directory).notes
 
 
 def test_a_limit_of_the_reward_is_noted_where_no_accuracy_is_measured(directory):

@@ -96,7 +96,7 @@ class PreparedRun:
         check_installed(config.logging)
         config, self.checkpoint, self.start_over = what_to_resume(config, resume)
         check_kv_bits(config)
-        check_until(config)
+        check_until(config.rl_training, config.evaluation)
         self.config, training = config, config.rl_training
         self.events, self.live = RunEvents(), LiveRun(training.total_steps)
         self.closing, self.end = ExitStack(), EndLimit()
