@@ -278,7 +278,8 @@ class LoopSection(Section):
     """Absolute number of steps, also after a resume."""
     until: str | None = None
     """End the run before total_steps, at the first line of metrics.jsonl that meets this: e.g.
-    "eval/score >= 0.8"; >=, <=, > or <, of any of its numbers (docs/watching.md#ending-at-a-number)."""
+    "eval/score >= 0.8"; >=, <=, > or <, of any of its numbers
+    (docs/watching.md#ending-at-a-number)."""
     checkpoint_interval: int = Field(50, ge=1)
     """Steps between checkpoints; one is always made at the end."""
     max_staleness: int = Field(1, ge=0)

@@ -6,7 +6,6 @@ from typing import Any
 
 from mlx_parallm.config.condition import Condition, condition_of
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.events import Noted, RunEvents
 from mlx_parallm.run_files.best_checkpoint import HELDOUT
@@ -25,12 +24,12 @@ NO_NUMBERS = (
 ALIKE = 0.85  # as difflib counts: one or two letters
 
 
-def check_until(training: RLTrainingConfig, evaluation: EvaluationConfig) -> None:
+def check_until(until: str | None, evaluation: EvaluationConfig, *, rows: bool) -> None:
     """Raises ConfigError: rl_training.until names what is no number, or what no line of this run
-    will have."""
-    if training.until is None:
+    will have. `rows`: it learns from rows of a file."""
+    if until is None:
         return
-    name, rows = condition_of(training.until).name, training.learns_from_rows
+    name = condition_of(until).name
     why = None
     if name in NO_NUMBERS:
         why = "is no number"
@@ -41,7 +40,7 @@ def check_until(training: RLTrainingConfig, evaluation: EvaluationConfig) -> Non
     elif near := [] if name in KEYS else difflib.get_close_matches(name, KEYS, 1, ALIKE):
         why = f"is in no line of metrics.jsonl; did you mean {near[0]!r}?"
     if why is not None:
-        raise ConfigError(f"rl_training.until = {training.until!r}: {name} {why}")
+        raise ConfigError(f"rl_training.until = {until!r}: {name} {why}")
 
 
 class Until:

@@ -491,7 +491,8 @@ def test_a_condition_that_no_line_can_meet_is_refused(
         data = data | {section: {**data.get(section, {}), leaf: value} if leaf else value}
     config = parse_config(data)
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
-        check_until(config.rl_training, config.evaluation)
+        rows = config.rl_training.learns_from_rows
+        check_until(config.rl_training.until, config.evaluation, rows=rows)
 
 
 def test_a_number_of_a_line_is_a_key_or_a_path() -> None:

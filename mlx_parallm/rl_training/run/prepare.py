@@ -18,10 +18,10 @@ from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.options import check_kv_bits, make_algorithm
-from mlx_parallm.rl_training.until import check_until
 from mlx_parallm.rl_training.run.serving import PolicyServer
 from mlx_parallm.rl_training.sources import SourceKind
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.until import check_until
 from mlx_parallm.run_files.resume import what_to_resume
 from mlx_parallm.system.log import RunLog
 from mlx_parallm.system.signals import EndLimit
@@ -96,8 +96,8 @@ class PreparedRun:
         check_installed(config.logging)
         config, self.checkpoint, self.start_over = what_to_resume(config, resume)
         check_kv_bits(config)
-        check_until(config.rl_training, config.evaluation)
         self.config, training = config, config.rl_training
+        check_until(training.until, config.evaluation, rows=training.learns_from_rows)
         self.events, self.live = RunEvents(), LiveRun(training.total_steps)
         self.closing, self.end = ExitStack(), EndLimit()
         self.closing.callback(self.end.cancel)  # last: the limit is for all that closes

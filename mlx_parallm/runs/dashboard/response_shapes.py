@@ -15,8 +15,8 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 class RunSummary(TypedDict):
     """`id`: by which routes are asked about the run. `feedback`: it learns from chats, and
     /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
-    its answers' rewards. `ended`: the condition of rl_training.until that ended it. What follows is None if the run's configuration cannot be
-    read."""
+    its answers' rewards. `ended`: the condition of rl_training.until that ended it.
+    What follows is None if the run's configuration cannot be read."""
 
     id: int
     name: str
