@@ -71,7 +71,7 @@ VARIABLE_ATTRIBUTES: dict[
     "models.published.mend:text_arguments": "mlx-lm's modules name that class in three ways",
     "models.published.reader:Published.get": "keys of a configuration class",
     "distributed.ranks:_watched": "socket options that not every system has",
-    "environments.state_source:check_environment": "which methods a user's class overrides",
+    "environments.state:BaseEnvironment.check_class": "which methods a user's class overrides",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": (
         "system calls and limits by name, from a table"

@@ -1,15 +1,17 @@
 """The nouns of in-process environments, and the one way in which an episode is played.
 
-`EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers
-are scored) → `Episode` (one rollout of it) → `RolloutGroup`. `runner.py` plays groups of episodes
-against the engine, `scheduler.py` keeps many groups in flight, `registry.py` makes the sources.
+`AnyEnvironment` (what an author writes) → `EnvironmentSource` (one for each [[environments]]
+entry) → `Task` (one question and how its answers are scored) → `Episode` (one rollout of it) →
+`RolloutGroup`. `runner.py` plays groups of episodes against the engine, `scheduler.py` keeps many
+groups in flight, `registry.py` makes the sources.
 
 The runner knows `EnvironmentSource.play` alone: it asks the policy through `Episode.turn` until the
-episode is over. Here that is one turn; a `BaseEnvironment` with its `State` (`state.py`), which may
-have several, is played by the source in `state_source.py`. No environment sees a token: tokens,
-mask and log-probabilities are recorded by the episode.
+episode is over. Here that is one turn; the source of a `BaseEnvironment` (`state.py`) may have
+several. No environment sees a token: tokens, mask and log-probabilities are recorded by the
+episode.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +20,11 @@ from typing import Any, Literal, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import Episode
+from mlx_parallm.environments.episode_state import Inference, Prompt, State
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.row_images import with_stored_images
-from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.user_code import check_call
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.system.log import get_logger
@@ -116,7 +119,51 @@ class Task:
         return {"tools": list(self.tools)} if self.tools else {}
 
 
-class EnvironmentSource(ABC):
+class AnyEnvironment(ABC):
+    """Either form of an environment: a `BaseEnvironment` (`state.py`), scored by reward functions,
+    or an `EnvironmentSource`, which makes and scores its tasks."""
+
+    several_turns: bool = False
+    """Whether an episode may have several turns: then a dry run plans for all of max_token_length,
+    though its own episodes may have had one."""
+    structure: Structure | None = None
+    """Structure that every answer is held to while it is sampled; a `step` of your own passes
+    none."""
+    learner: Learner | None = None
+    """The learner beside the policy, fed by this environment's groups."""
+
+    @classmethod
+    @abstractmethod
+    def check_class(cls, what: str) -> None:
+        """Raises ConfigError: a run cannot call a method of this class as it will; `what` names
+        the class."""
+
+    @classmethod
+    @abstractmethod
+    def from_entry(cls, config: EnvironmentConfig, *, seed: int, name: str) -> "EnvironmentSource":
+        """Make the source of an [[environments]] entry. Raises ConfigError: its options or
+        rewards do not fit."""
+
+    def use_tools(self, tools: EpisodeTools | None) -> EpisodeTools | None:
+        """Take the tools of the run that the policy may call; return those that the episodes call.
+
+        An environment that reads calls by itself keeps them and returns None. Raises ConfigError:
+        it has no use for them.
+        """
+        return tools
+
+    def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """Return the metadata that the store keeps beside a finished group's rollouts, as JSON; a
+        `learner` reads it."""
+        return {}
+
+    def router(self, name: str) -> Any:
+        """Return an `AddedRouter` of the server for the environment `name`; None: it has no
+        routes."""
+        return None
+
+
+class EnvironmentSource(AnyEnvironment):
     """Tasks of one [[environments]] entry, and how their episodes are played: in one turn, where
     `play` is not overridden. `name` is unique in a run and part of every group id."""
 
@@ -128,24 +175,15 @@ class EnvironmentSource(ABC):
     rewards: RewardFunctions | None = None
     """Those of the configuration, if the source scores with them."""
     tools: EpisodeTools | None = None
-    """Return the tools that the policy may call in its episodes."""
+    """The tools that the policy may call in its episodes."""
     in_order = False
     """Whether `task` is not a pure function of its arguments: then it is called once for each
     group, in their order."""
     opens_together = True
     """Whether every episode of a group begins with `task.opening`: then one request opens all of
     them."""
-
-    several_turns = False
-    """Whether an episode may have several turns: then a dry run plans for all of max_token_length,
-    though its own episodes may have had one."""
-    structure: Structure | None = None
-    """Return the structure that every answer is held to while it is sampled."""
     keeps_rows = False
     """Whether the store keeps each group's row and messages, of which other prompts are made."""
-
-    learner: Learner | None = None
-    """Return the learner beside the policy, fed by this environment's groups."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: the class has a method `environment`, which nothing calls."""
@@ -159,6 +197,19 @@ class EnvironmentSource(ABC):
                 " (docs/your_environment.md)"
             )
         self._ends_episodes = False  # it has ended one
+
+    @classmethod
+    def check_class(cls, what: str) -> None:
+        if missing := sorted(cls.__abstractmethods__):
+            raise ConfigError(f"{what} does not define {', '.join(missing)}(index, split)")
+        if inspect.iscoroutinefunction(cls.task):
+            raise ConfigError(f"{what}.task is async; it has to be a plain function")
+        check_call(inspect.signature(cls.task), ("self", "index", "split"), f"{what}.task")
+        check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
+
+    @classmethod
+    def from_entry(cls, config: EnvironmentConfig, *, seed: int, name: str) -> "EnvironmentSource":
+        return cls(config, seed=seed, name=name)
 
     @property
     def stays_here(self) -> bool:
@@ -208,7 +259,7 @@ class EnvironmentSource(ABC):
         if self.rewards is not None:
             self.rewards.attach(inference)
 
-    def use_tools(self, tools: EpisodeTools | None) -> None:
+    def take_tools(self, tools: EpisodeTools | None) -> None:
         """Take the run's tools, if there are any: for the policy those that the configuration
         allows it, for rewards all of them.
 
@@ -218,9 +269,8 @@ class EnvironmentSource(ABC):
         names, what = self.config.tools, f"environments: {self.name}: tools"
         if tools is None and names:
             raise ConfigError(f"{what}: none configured: set [[tools.mcp]] or tools.functions")
-        self.tools = self.policy_tools(
-            tools if tools is None or names is None else tools.only(names, what)
-        )
+        allowed = tools if tools is None or names is None else tools.only(names, what)
+        self.tools = self._usable(allowed)
         if self.config.tool_choice == "required" and self.tools is not None:
             raise ConfigError(
                 f'environments: {self.name}: tool_choice = "required" is for tools of rows, whose'
@@ -234,10 +284,9 @@ class EnvironmentSource(ABC):
         if self.rewards is not None:
             self.rewards.use_tools(None if tools is None else tools.client)
 
-    def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
-        """Return the tools of the policy in the episodes, of those that the configuration
-        allows."""
-        return allowed if allowed is not None and allowed.definitions else None
+    def _usable(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
+        tools = self.use_tools(allowed)
+        return tools if tools is not None and tools.definitions else None
 
     def tools_of(self, task: Task) -> EpisodeTools | None:
         """Return the tools of the policy in the episodes of a task. Raises ConfigError: it
@@ -263,21 +312,12 @@ class EnvironmentSource(ABC):
             raise RolloutRejectedError(f"{column} has {names!r}: expected a list of tools")
         return tuple(names)
 
-    def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
-        """Return the metadata that the store keeps beside a group's rollouts, as JSON."""
-        return {}
-
-    def router(self) -> Any:
-        """Return an `AddedRouter` of the server, with routes of this environment; None: it has
-        none."""
-        return None
-
     @property
     def left_behind(self) -> int:
         """Threads that still run code of episodes that have ended."""
         return 0
 
-    def join(self, deadline: float) -> None:  # noqa: B027  most have none
+    def join(self, deadline: float) -> None:
         """Wait for the threads of episodes, at most until `deadline` (time.monotonic)."""
 
     def heldout(self, n: int) -> list[Task]:

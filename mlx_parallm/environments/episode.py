@@ -18,9 +18,9 @@ from types import EllipsisType
 from typing import Any, Protocol, SupportsFloat
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.episode_state import Prompt, State, text_of
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.group_order import derive_seed
-from mlx_parallm.environments.state import Prompt, State, text_of
 from mlx_parallm.environments.tool_rounds import ToolRounds
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.environments.turn_policy import LastTurn, TurnPolicy, TurnRequest, snapshot

@@ -13,19 +13,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
-from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
+from mlx_parallm.environments.base import AnyEnvironment, EnvironmentSource, PolicyInference
 from mlx_parallm.environments.episode import failed_trajectories
 from mlx_parallm.environments.prompt_room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, MakePlayer
 from mlx_parallm.environments.scheduler import RolloutScheduler
-from mlx_parallm.environments.state import BaseEnvironment
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import BaseEnvironment, StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.system.log import FILE_ONLY, get_logger, words_of
@@ -34,7 +32,6 @@ from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Traject
 
 log = get_logger("environments")
 
-AnyEnvironment = BaseEnvironment | EnvironmentSource
 Group = tuple[Trajectory, ...]
 
 SIGNALS_SEEN_WITHIN_S = 0.5
@@ -340,11 +337,7 @@ class RolloutManager(RolloutScheduler):
         config = config or RolloutConfig()
         if num_parallel is not None:
             config = dataclasses.replace(config, num_parallel=num_parallel)
-        played = (
-            [environments]
-            if isinstance(environments, BaseEnvironment | EnvironmentSource)
-            else list(environments)
-        )
+        played = [environments] if isinstance(environments, AnyEnvironment) else list(environments)
         sources = _as_sources(played, config)
         super().__init__(
             sources,
@@ -573,14 +566,17 @@ def _as_sources(
         for environment in environments
     ]
     return [
-        environment
-        if isinstance(environment, EnvironmentSource)
-        else StateSource(entry, partial(_same, environment), seed=config.seed, name=name)
+        _as_source(environment, entry, seed=config.seed, name=name)
         for environment, entry, name in zip(
             environments, entries, unique_names(entries), strict=True
         )
     ]
 
 
-def _same(environment: BaseEnvironment) -> BaseEnvironment:
-    return environment
+def _as_source(
+    environment: AnyEnvironment, entry: EnvironmentConfig, *, seed: int, name: str
+) -> EnvironmentSource:
+    if isinstance(environment, EnvironmentSource):
+        return environment
+    assert isinstance(environment, BaseEnvironment), "there are no other environments"
+    return StateSource(entry, lambda: environment, seed=seed, name=name)

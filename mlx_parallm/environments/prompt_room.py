@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode_state import Prompt
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.runner import attempt
-from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import image_refs

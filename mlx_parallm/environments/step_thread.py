@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from mlx_parallm.environments.state import State
+from mlx_parallm.environments.episode_state import State
 
 T = TypeVar("T")
 

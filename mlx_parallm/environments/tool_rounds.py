@@ -4,8 +4,8 @@ of which the environment sees the answers alone."""
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from mlx_parallm.environments.episode_state import Prompt, shown_text
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.state import Prompt, shown_text
 from mlx_parallm.environments.turn_policy import TurnPolicy
 from mlx_parallm.execution.tool_results import last_question
 from mlx_parallm.types import Completion

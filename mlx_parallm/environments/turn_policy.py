@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.episode_state import Prompt, shown_text
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.state import Prompt, shown_text
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.answer_grammar import required_calls

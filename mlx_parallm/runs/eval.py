@@ -25,10 +25,10 @@ from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.tools import ToolsConfig
+from mlx_parallm.environments.episode_state import Prompt
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.prompt_room import PROMPTS, check_room
 from mlx_parallm.environments.row_images import with_data_urls
-from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
 from mlx_parallm.environments.turn_policy import (
     EpisodePolicy,

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
-from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import BaseEnvironment, State, StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from tests.environments.managing import WAIT_S, two_tasks, until
 from tests.environments.scripted_client import ScriptedClient

@@ -89,7 +89,7 @@ def answering(tokenizer, *answers):
 
 
 async def played(tokenizer, client, source, tools, *, size=1):
-    source.use_tools(tools)
+    source.take_tools(tools)
     plan = GroupPlan("g", source, 0, size, seed=1, index=0)
     policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=2000)
     [result] = await EpisodeRunner(policy).run([plan])
@@ -328,7 +328,7 @@ async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools,
         check(2000)
     client.max_model_len = 4096
     source = environment("simple_text", options={"prompts": ["x"]})
-    source.use_tools(tools)
+    source.take_tools(tools)
     source.in_order = True
     with pytest.raises(ConfigError, match="the prompt has"):
         check_room([source], EpisodePolicy(client, tokenizer, 1.0, 40), "max_token_length")

@@ -8,8 +8,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import turn_policy
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
-from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import BaseEnvironment, State, StateSource
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
 from mlx_parallm.errors import DeviceFaultError, EngineUnavailableError, RolloutRejectedError

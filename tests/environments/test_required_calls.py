@@ -95,7 +95,7 @@ def test_tools_whose_calls_are_made_exclude_it(tmp_path: Path) -> None:
         definitions = (NOW,)
 
     with pytest.raises(ConfigError, match=r"tools = \[\]"):
-        source.use_tools(Offered())  # type: ignore[arg-type]
+        source.take_tools(Offered())  # type: ignore[arg-type]
 
 
 def test_calls_are_in_the_format_that_rewards_read() -> None:

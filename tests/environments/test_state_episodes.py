@@ -9,8 +9,7 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import CURRENT, EpisodeOver
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
-from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import BaseEnvironment, State, StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.environments.scripted_client import ScriptedClient, finished

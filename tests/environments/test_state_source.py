@@ -5,8 +5,7 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.state import State
-from mlx_parallm.environments.state_source import HELDOUT_FIRST, StateSource
+from mlx_parallm.environments.state import HELDOUT_FIRST, State, StateSource
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import RewardFunctions
 from tests.environments.scripted_client import ScriptedClient
@@ -106,6 +105,31 @@ async def test_a_class_of_the_users_is_played_and_scored(tmp_path, tokenizer):
     assert result.failure is None
     assert [rollout.reward for rollout in result.group.rollouts] == [1 + 2 + 1, 2 + 2 + 1]
     assert [t.rollout.reward for t in result.trajectories] == [4.0, 5.0]
+
+
+class ByLength(RewardFunctions):
+    """The reward of its source: a number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def for_row(self, prompt, columns, progress):
+        return lambda responses: [{"reward": float(self.value)} for _ in responses]
+
+
+async def test_an_environments_attributes_are_its_authors(tokenizer):
+    """Two sources play one environment, which uses every name that a source has."""
+    names = [name for name in dir(source(Counting())) if not name.startswith("_")]
+    own = {name: name for name in names if not hasattr(Counting, name)}
+    assert {"config", "seed", "name", "tools", "rewards", "task", "play", "heldout"} <= set(own)
+    environment = Counting()
+    vars(environment).update(own)
+    both = [source(environment, ByLength(length), max_tokens=length) for length in (7, 9)]
+    client = ScriptedClient(tokenizer, lambda *_: "x")
+    results = [await played(tokenizer, client, each, task=1, size=1) for each in both]
+    assert [result.trajectories[0].rollout.reward for result in results] == [7.0, 9.0]
+    assert [request.params.max_tokens for request in client.requests] == [7, 9]
+    assert vars(environment) == {"inference": None} | own
 
 
 @pytest.mark.parametrize(

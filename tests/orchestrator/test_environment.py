@@ -14,7 +14,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.tool_client import ToolClient, ToolResult
@@ -143,7 +143,7 @@ def test_an_environment_with_tools_of_its_own(
 ) -> None:
     made = source(expert)
     made.template = HybridEnvironment(tasks=one_of_two, tools=tools)  # type: ignore[arg-type]
-    made.use_tools(None)
+    made.take_tools(None)
     [first, _] = play(
         made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH
     ).trajectories

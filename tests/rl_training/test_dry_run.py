@@ -367,7 +367,7 @@ def test_several_turns_are_seen_in_what_was_sampled() -> None:
 def test_every_kind_says_whether_its_episodes_may_have_several_turns() -> None:
     """The probe's episodes may all have had one."""
     one_turn = {kind for kind in ENVIRONMENTS if not class_of(kind).several_turns}
-    assert one_turn == {"simple_text", "pictures"}
+    assert one_turn == {"dataset", "tasks", "reasoning_gym", "simple_text", "pictures"}
 
 
 ROWS: dict[str, dict[str, Any]] = {"dataset": {"data": "x.jsonl", "rewards": ["python:x.py:f"]}}

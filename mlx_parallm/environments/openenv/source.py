@@ -188,10 +188,10 @@ class OpenEnvSource(EnvironmentSource):
         else:
             self._actions = Actions(schema, settings.action_of)
 
-    def use_tools(self, tools: EpisodeTools | None) -> None:
+    def take_tools(self, tools: EpisodeTools | None) -> None:
         """Raises ConfigError: a tool of the configuration's `tools` that the server has not."""
         if self._listed is None:
-            super().use_tools(tools)
+            super().take_tools(tools)
             return
         names = self.config.tools
         if names is not None:

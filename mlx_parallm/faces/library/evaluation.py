@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.manager import RolloutConfig
-from mlx_parallm.environments.state import BaseEnvironment
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import BaseEnvironment, StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.execution.user_code import name_of, reference_to

@@ -1,9 +1,9 @@
 """`python -m mlx_parallm.faces.primitives.environment`: an environment by hand, then many
 episodes of it at once."""
 
+from mlx_parallm.environments.episode_state import text_of
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
-from mlx_parallm.environments.state import text_of
 from mlx_parallm.inference.module import InferenceModule
 
 

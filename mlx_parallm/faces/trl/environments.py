@@ -118,9 +118,9 @@ class FactoryEnvironments(DatasetSource):
         self._standing: EpisodeTools | None = None
         self.playing: dict[str, Instance] = {}
 
-    def use_tools(self, tools: EpisodeTools | None) -> None:
+    def take_tools(self, tools: EpisodeTools | None) -> None:
         """Take the tools that belong to no environment (the trainer's `tools`)."""
-        super().use_tools(tools)
+        super().take_tools(tools)
         self._standing = tools
 
     def tools_of(self, task: Task) -> EpisodeTools | None:

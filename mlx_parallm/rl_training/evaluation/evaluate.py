@@ -16,11 +16,11 @@ from typing import Any
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode_state import shown_text
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
-from mlx_parallm.environments.state import shown_text
 from mlx_parallm.environments.turn_policy import TurnPolicy
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED

@@ -332,7 +332,9 @@ def _listen(
     if prepared.tools is not None:
         prepared.serving.watch_tools(prepared.tools.client.metrics)
     routers = [
-        router for source in prepared.environments if (router := source.router()) is not None
+        router
+        for source in prepared.environments
+        if (router := source.router(source.name)) is not None
     ]
     prepared.serving.listen(sources, rollbacks, routers, run=opened.path, commands=commands)
 

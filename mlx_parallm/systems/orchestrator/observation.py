@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.environments.state import text_of
+from mlx_parallm.environments.episode_state import text_of
 from mlx_parallm.systems.experts.vector_tasks import projectile_observation
 
 SHOWN_RESULTS, SHOWN_ACTIONS = 5, 3

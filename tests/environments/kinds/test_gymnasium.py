@@ -16,7 +16,7 @@ from mlx_parallm.environments.kinds.gymnasium import (
 )
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
-from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.state import StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.types import Rollout, Trajectory, has_score

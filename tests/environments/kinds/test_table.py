@@ -5,7 +5,7 @@ import re
 import tomli
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.registry import ENVIRONMENTS, KINDS
+from mlx_parallm.environments.registry import ENVIRONMENTS
 from tests.source_trees import ROOT
 
 
@@ -14,4 +14,4 @@ def test_every_kind_has_a_line_that_is_an_entry():
     lines = re.findall(r"\| `(kind = [^`]+)` \|$", page, re.MULTILINE)
     entries = [EnvironmentConfig(**tomli.loads(f"entry = {{ {line} }}")["entry"]) for line in lines]
     kinds = {entry.kind for entry in entries}  # rows of several forms are of one kind
-    assert sorted(kinds) == sorted([*KINDS, *ENVIRONMENTS, "python:my.py:MyEnvironment"])
+    assert sorted(kinds) == sorted([*ENVIRONMENTS, "python:my.py:MyEnvironment"])
