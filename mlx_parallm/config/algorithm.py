@@ -141,7 +141,7 @@ def bounds_of(loss: str) -> dict[str, Any]:
 
 # with the other answers to the prompt
 COMPARING = ("std", "std_sample", "mean", "rloo", "maxrl", "std_batch")
-ADVANTAGES = (*COMPARING, "none", "batch")
+ADVANTAGES = (*COMPARING, "batch", "none")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss": "clip", "loss_aggregation": "token", "advantage": "std"},
@@ -280,6 +280,13 @@ class AlgorithmSection(Section):
     """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed
     with overlong_buffer."""
 
+    length_penalty: Literal["linear", "kimi"] | None = None
+    """What an answer loses for its length against those of its group (docs/algorithms.md):
+    prime-rl's, by its share of the longest where the group is right; Kimi k1.5's, by its place
+    between the shortest and the longest, which the short right ones gain."""
+    length_penalty_weight: float = Field(0.25, ge=0)
+    """How many times length_penalty is lost."""
+
     def loss_of(self, name: str | None = None) -> LossSettings:
         """Return the settings of the configured loss, or of the named one with the configured
         settings."""
@@ -328,9 +335,12 @@ class AlgorithmSection(Section):
                 f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length"
                 f" ({self.overlong_length})"
             )
-        if self.advantage == "maxrl" and self.overlong_buffer:
+        if self.length_penalty is None and self.length_penalty_weight != 0.25:
+            raise ValueError("length_penalty_weight is set, but length_penalty is not")
+        lowers = "overlong_buffer" if self.overlong_buffer else "length_penalty"
+        if self.advantage == "maxrl" and (self.overlong_buffer or self.length_penalty):
             raise ValueError(
-                'advantage = "maxrl" takes rewards from 0 on, and overlong_buffer makes that of a'
+                f'advantage = "maxrl" takes rewards from 0 on, and {lowers} makes that of a'
                 " wrong answer less: leave one of them out"
             )
         return self

@@ -54,6 +54,7 @@ ROLLOUT_KEYS = (
     "kl_estimator",
     "entropy_weight",
     "overlong_buffer",
+    "length_penalty",
     "update_epochs",
     "temperature",
     "constant_length",

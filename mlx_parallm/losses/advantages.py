@@ -131,6 +131,35 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
     return min(max((length - (max_length - buffer)) / buffer, 0.0), 1.0)
 
 
+LengthPenalty = Literal["linear", "kimi"]
+
+
+def length_penalties(
+    rewards: Sequence[float], lengths: Sequence[int], kind: LengthPenalty
+) -> list[float]:
+    """Return what each answer of a group loses for its length, against the others'; its tokens are
+    the sampled ones.
+
+    linear   mean reward · length / the longest (prime-rl: a group that fails loses nothing)
+    kimi     (length - the shortest) / (the longest - the shortest) - 1/2, and at least 0 if its
+             reward is not above 0 (Kimi k1.5, arXiv:2501.12599, section 2.3.3); 0 if all are equal
+
+    Worked, rewards 1, 1, 0, lengths 10, 20, 40: linear 1/6, 1/3, 2/3; kimi -1/2, -1/6, 1/2. kimi of
+    rewards 0, 1, 1: 0, -1/6, 1/2.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if kind == "linear":
+        mean = math.fsum(rewards) / len(rewards)
+        return [max(mean, 0.0) * length / max(longest, 1) for length in lengths]
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    places = [(length - shortest) / (longest - shortest) - 0.5 for length in lengths]
+    return [
+        place if reward > 0 else max(place, 0.0)
+        for place, reward in zip(places, rewards, strict=True)
+    ]
+
+
 def best_and_worst(rewards: Sequence[float]) -> tuple[float, ...] | None:
     """Return 1 for the best of a group, -1 for the worst, 0 for the others; of equal ones the
     first counts. None: all are equal up to rounding.
@@ -171,6 +200,7 @@ class Shaping:
     learn from an advantage of 0. Answers without a score are always left out.
     `turn_gamma`: each turn gets its own advantage, of rewards discounted by this factor;
     None: an episode has one advantage.
+    `length_penalty`: rewards lose this many times `length_penalties` of their group.
     `over_batch`: the advantages of groups are one step of two (`over_batch`).
     """
 
@@ -179,16 +209,25 @@ class Shaping:
     mask_truncated: bool
     leave_out_marked: bool
     turn_gamma: float | None = None
+    length_penalty: tuple[LengthPenalty, float] | None = None
     over_batch: OverBatch | None = None
 
-    def reward(self, rollout: Rollout) -> float:
-        """The reward that advantages are computed from. Metrics report the environment's own."""
-        if not self.overlong_buffer:
-            return rollout.reward
-        length = rollout.sampled_tokens
-        return rollout.reward - overlong_penalty(
-            length, max_length=self.overlong_length, buffer=self.overlong_buffer
-        )
+    def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The rewards of a group that advantages are computed from. Metrics report the
+        environment's own."""
+        rewards = [rollout.reward for rollout in rollouts]
+        lengths = [rollout.sampled_tokens for rollout in rollouts]
+        lost = [0.0] * len(rewards)
+        if self.length_penalty is not None and rewards:
+            kind, weight = self.length_penalty
+            lost = [weight * part for part in length_penalties(rewards, lengths, kind)]
+        if self.overlong_buffer:
+            limits = {"max_length": self.overlong_length, "buffer": self.overlong_buffer}
+            lost = [
+                part + overlong_penalty(length, **limits)
+                for part, length in zip(lost, lengths, strict=True)
+            ]
+        return [reward - part for reward, part in zip(rewards, lost, strict=True)]
 
     def leaves_out(self, rollout: Rollout) -> bool:
         truncated = self.mask_truncated and rollout.stop_reason == "length"
@@ -228,7 +267,7 @@ def token_advantages(
         return _turn_rows(group, estimate, shaping, silent)
     values: Sequence[float | tuple[float, ...]] | None = group.advantages
     if values is None:
-        of_scored = estimate([shaping.reward(rollout) for rollout in group.scored])
+        of_scored = estimate(shaping.rewards(group.scored))
         if of_scored is None:
             return None
         rest = iter(of_scored)
@@ -270,10 +309,10 @@ def over_batch(
         return list(rows)
     compared = [group.advantages is None for group in groups]
     rewards = [
-        shaping.reward(rollout)
+        reward
         for group, is_compared in zip(groups, compared, strict=True)
         if is_compared
-        for rollout in group.scored
+        for reward in shaping.rewards(group.scored)
     ]
     unit = max(1.0, max(map(abs, rewards), default=0.0) / LARGEST_SUMMED)
     mean = math.fsum(reward / unit for reward in rewards) / max(len(rewards), 1)
@@ -359,9 +398,10 @@ def _turn_rows(
     gamma = shaping.turn_gamma
     assert gamma is not None
     returns = []
-    for rollout in group.scored:  # the others are not compared, and get no advantage
+    # the others are not compared, and get no advantage
+    for rollout, reward in zip(group.scored, shaping.rewards(group.scored), strict=True):
         *before, last = rollout.turn_rewards
-        rest = shaping.reward(rollout) - math.fsum(rollout.turn_rewards)
+        rest = reward - math.fsum(rollout.turn_rewards)
         returns.append(turn_returns([*before, last + rest], gamma))
     advantages = turn_advantages(returns, estimate)
     if advantages is None:
@@ -415,7 +455,7 @@ def pair_advantages(
         return None
     advantages = group.advantages
     if advantages is None:
-        rewards = [shaping.reward(group.rollouts[place]) for place in places]
+        rewards = shaping.rewards([group.rollouts[place] for place in places])
     else:
         values = [advantages[place] for place in places]
         rewards = [value[-1] if isinstance(value, Sequence) else value for value in values]

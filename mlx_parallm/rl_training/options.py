@@ -21,6 +21,9 @@ def configured_shaping(training: LearningSection) -> Shaping:
         mask_truncated=training.mask_truncated,
         leave_out_marked=training.kl_in == "reward",
         turn_gamma=turn_gamma if training.credit == "turn" else None,
+        length_penalty=None
+        if training.length_penalty is None
+        else (training.length_penalty, training.length_penalty_weight),
         over_batch=next((kind for kind in OVER_BATCH if kind == training.advantage), None),
     )
 

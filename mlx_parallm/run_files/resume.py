@@ -118,6 +118,8 @@ MAY_CHANGE = (
             "off_policy_mask",
             "overlong_buffer",
             "overlong_length",
+            "length_penalty",
+            "length_penalty_weight",
             "sampler_correction*",
             *REPLAY_KEYS,
             "kl_in",

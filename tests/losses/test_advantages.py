@@ -11,8 +11,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
     PLAIN,
     AdvantageKind,
+    LengthPenalty,
     OverBatch,
     group_advantages,
+    length_penalties,
     over_batch,
     overlong_penalty,
     raw_rewards,
@@ -231,4 +233,34 @@ def test_what_is_left_out_of_a_step_and_what_brings_its_own_advantages() -> None
     assert found == pytest.approx([-0.288658, -0.865976, 0.5, -0.5, 0, -0.288658], abs=1e-5)
     assert of_step("std_batch", [make_group("a", [1e300, -1e300])]) == pytest.approx(
         [0.5**0.5, -(0.5**0.5)], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "lengths", "expected"),
+    [
+        ("linear", [1, 1, 0], [10, 20, 40], [1 / 6, 1 / 3, 2 / 3]),
+        ("linear", [0, 0], [10, 20], [0, 0]),
+        ("linear", [-1, 0], [10, 20], [0, 0]),
+        ("linear", [1], [0], [0]),
+        ("kimi", [1, 1, 0], [10, 20, 40], [-1 / 2, -1 / 6, 1 / 2]),
+        ("kimi", [0, 1, 1], [10, 20, 40], [0, -1 / 6, 1 / 2]),
+        ("kimi", [1, 0], [7, 7], [0, 0]),
+    ],
+)
+def test_what_is_lost_for_length_is_relative_to_the_group(
+    kind: LengthPenalty, rewards: list[float], lengths: list[int], expected: list[float]
+) -> None:
+    assert length_penalties(rewards, lengths, kind) == pytest.approx(expected)
+    rollouts = [
+        make_rollout([9] * length, reward=reward)
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    shaping = replace(PLAIN, length_penalty=(kind, 0.5))
+    shaped = [reward - lost / 2 for reward, lost in zip(rewards, expected, strict=True)]
+    assert shaping.rewards(rollouts) == pytest.approx(shaped)
+    both = replace(shaping, overlong_length=20, overlong_buffer=10)
+    over = [min(max((length - 10) / 10, 0), 1) for length in lengths]
+    assert both.rewards(rollouts) == pytest.approx(
+        [s - o for s, o in zip(shaped, over, strict=True)]
     )

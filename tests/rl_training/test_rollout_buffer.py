@@ -666,7 +666,7 @@ def test_advantages_are_made_of_rewards_that_lost_by_length() -> None:
 
 def test_the_length_of_an_episode_is_that_of_all_its_segments() -> None:
     last = replace(make_rollout((5,) * 3, reward=1.0), earlier=(make_rollout((6,) * 3),))
-    assert replace(PLAIN, overlong_length=8, overlong_buffer=4).reward(last) == 0.5
+    assert replace(PLAIN, overlong_length=8, overlong_buffer=4).rewards([last]) == [0.5]
 
 
 def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
