@@ -46,7 +46,7 @@ def judge_follows_length(evidence: Evidence) -> Sign | None:
 def judge_disagrees(evidence: Evidence) -> Sign | None:
     """Shown in the reverse order, the same answers are put into another order."""
     for judge, share in _numbers(evidence, "order_agreement").items():
-        if share <= AGREES:
+        if share <= AGREES and not evidence.gained:
             keys = ("order_difference", "position_bias")
             means = ((key, evidence.mean(f"metrics/{judge}/{key}/mean")) for key in keys)
             numbers = {f"{judge}/{key}": mean for key, mean in means if mean is not None}
@@ -71,7 +71,7 @@ def _numbers(evidence: Evidence, kind: str) -> dict[str, float]:
 JUDGE_RULES = (
     (
         "judge-constant",
-        "a sharper rubric, or a stronger judge; its reasons (mlx_parallm rollouts RUN --id GROUP)",
+        "a sharper rubric, or a stronger judge; its reasons (mlx_parallm rollouts RUN --show GROUP)",
         judge_constant,
     ),
     (

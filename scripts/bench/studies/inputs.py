@@ -10,6 +10,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import resolve_model_path
@@ -70,6 +71,62 @@ def judged_pairs(directory: Path, seed: int, variant: Sequence[str]) -> None:
     seen = {str(row["prompt"]) for row in held_out}
     write_rows(directory / "heldout.jsonl", held_out)
     write_rows(directory / "rows.jsonl", _pairs(TRAINED, 0, seed, seen))
+
+
+def judged_tasks(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Problems of three built-in tasks: rows without an answer, and held-out rows with it."""
+    for file, split, count in (("rows", "train", 2000), ("heldout", "heldout", 300)):
+        problems = [
+            make_problem(task, index, seed=seed if split == "train" else 0, split=split)
+            for index in range(count // 3)
+            for task in ("sort", "reverse", "sum")
+        ]
+        rows = [
+            {"prompt": list(p.messages)} | ({"answer": p.answer} if split == "heldout" else {})
+            for p in {problem.key: problem for problem in problems}.values()
+        ]
+        write_rows(directory / f"{file}.jsonl", rows)
+
+
+ACTS = (
+    "Call {} and say that I am late.",
+    "What is the weather in {} right now?",
+    "Book a table in {} for tonight.",
+    "Show me a photo of {} from today.",
+    "Send an e-mail to {}.",
+    "Drive me to {}.",
+    "Who called {} this morning?",
+    "Switch off the lamp beside {}.",
+    "What did {} eat for breakfast today?",
+    "Buy two tickets from {} to the coast.",
+)
+WHOM = [
+    "Rome",
+    "Anna",
+    "Lisbon",
+    "my mother",
+    "Oslo",
+    "the mayor",
+    "Kyoto",
+    "Peter",
+    "Cairo",
+    "our teacher",
+    "Quito",
+    "Mia",
+]
+
+
+def impossible_requests(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Requests that a model of text cannot fulfil; the last three kinds are held out."""
+    kinds = (("rows", ACTS[:-3]), ("heldout", ACTS[-3:]))
+    for file, acts in kinds:
+        rows = [
+            {"prompt": [{"role": "user", "content": act.format(whom)}]}
+            for act in acts
+            for whom in WHOM
+        ]
+        random.Random(seed if file == "rows" else 0).shuffle(rows)
+        write_rows(directory / f"{file}.jsonl", rows)
 
 
 def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[str, Any]]:

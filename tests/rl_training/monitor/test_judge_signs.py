@@ -35,5 +35,13 @@ def test_each_is_named(numbers: dict[str, float], name: str, words: str) -> None
     assert named(lines=2, **numbers) == [], "two steps are chance"
 
 
+def test_a_judge_that_disagrees_is_not_named_where_the_policy_learns() -> None:
+    line = {"reward_mean": 0.2, "reward_std": 0.3, "groups": 16}
+    line |= {"metrics/group_judge/order_agreement/mean": 0.5}
+    later = [line | {"reward_mean": 0.8}] * 5
+    assert not [d for d in find(later, [line]) if d.name.startswith("judge")]
+    assert [d.name for d in find([line] * 5, [line]) if d.name.startswith("judge")]
+
+
 def test_equal_scores_of_perfect_answers_are_right() -> None:
     assert named(reward=1.0, score_spread=0.0) == []
