@@ -71,7 +71,7 @@ def _numbers(evidence: Evidence, kind: str) -> dict[str, float]:
 JUDGE_RULES = (
     (
         "judge-constant",
-        "a sharper rubric, or a stronger judge; its reasons (mlx_parallm rollouts RUN --show GROUP)",
+        "a sharper rubric or a stronger judge; read its reasons (mlx_parallm rollouts RUN --best)",
         judge_constant,
     ),
     (
