@@ -66,6 +66,23 @@ def _types(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
+class AdaptiveConfig(Section):
+    """How `curriculum = "adaptive"` draws."""
+
+    floor: float = Field(0.1, gt=0, le=1)
+    """Share of the groups that go through all rows in turn, whatever is known of them: each row
+    comes back after rows / floor groups at the latest. 1: every group does."""
+    half_life: float = Field(20.0, gt=0)
+    """Policy versions after which an answer counts half."""
+    pass_reward: float | None = None
+    """Reward from which an answer is right. Default: a reward counts by its place between the
+    lowest and the highest that were seen, 0 and 1 among them; a group of equal rewards as all right
+    or all wrong, whichever is nearer."""
+    reward: str = "reward"
+    """Which reward tells right from wrong, by its name in `rewards`; "reward": the number that is
+    trained on."""
+
+
 class EnvironmentConfig(Section):
     kind: str
     """"dataset" (your rows and reward functions), "tasks" (built in), another kind of
@@ -125,13 +142,16 @@ class EnvironmentConfig(Section):
     prompt_format: Literal["chat", "text"] = "chat"
     """A prompt that is a string becomes one user message (chat), or goes to the model as it is
     (text); for every kind but "tasks" and "reasoning_gym"."""
-    curriculum: Literal["none", "easy_first", "weighted"] = "none"
+    curriculum: Literal["none", "easy_first", "weighted", "adaptive"] = "none"
     """dataset: order of the training rows: a new one each epoch (none), rows of a high pass rate
-    first (easy_first), or rows drawn by their pass rate p with the weight p (1 - p) (weighted)."""
+    first (easy_first), rows drawn by their pass rate p with the weight p (1 - p) (weighted), or
+    rows drawn by what they are expected to teach, by pass rates that are estimated while it trains
+    (adaptive)."""
+    adaptive: AdaptiveConfig = AdaptiveConfig()
     pass_rates: str | None = None
     """dataset: what `curriculum` goes by: the directory that `mlx_parallm eval --output` wrote for
     the same rows;
-    default: the rows' own column `pass_rate`."""
+    default: the rows' own column `pass_rate`; adaptive needs neither, and begins with it."""
     answer_column: str = "answer"
     """dataset: column shown as the expected answer in reports, if there is one."""
     rewards: tuple[str, ...] = ()
@@ -208,7 +228,19 @@ class EnvironmentConfig(Section):
                 "heldout_data and heldout_split contradict each other: set one of them"
             )
         if self.pass_rates is not None and self.curriculum == "none":
-            raise ValueError('pass_rates needs curriculum = "easy_first" or "weighted"')
+            raise ValueError('pass_rates needs curriculum = "easy_first", "weighted" or "adaptive"')
+        if self.adaptive.changed() and self.curriculum != "adaptive":
+            raise ValueError('adaptive = { … } needs curriculum = "adaptive"')
+        if (
+            self.curriculum == "adaptive"
+            and self.reward_method != "absolute"
+            and self.adaptive.reward == "reward"
+        ):
+            raise ValueError(
+                f'curriculum = "adaptive" with reward_method = "{self.reward_method}": it compares'
+                " the answers of a group; name the reward that tells right from wrong,"
+                " adaptive = { reward = NAME }"
+            )
         if self.options:
             raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
 
@@ -235,6 +267,7 @@ DATASET_KEYS = (
     "prompt_column",
     "prompt_template",
     "curriculum",
+    "adaptive",
     "pass_rates",
     "answer_column",
 )

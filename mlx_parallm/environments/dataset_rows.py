@@ -137,11 +137,9 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
     A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); if it is
     0, GRPO's advantages are 0. Raises ConfigError: no row has a pass rate.
     """
-    measured = (
-        [row.pass_rate for row in rows]
-        if config.pass_rates is None
-        else _rates_of(config.pass_rates, rows)
-    )
+    if config.curriculum == "adaptive":  # `RowDraws` names the row of each group
+        return lambda order, source: sorted(order)
+    measured = measured_rates(config, rows)
     if all(rate is None for rate in measured):
         where = (
             f"{config.data} has no column {PASS_RATE!r}"
@@ -159,6 +157,13 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
         return lambda order, source: sorted(order, key=ease.__getitem__, reverse=True)
     weights = [0.25 if p is None else max(p * (1 - p), LEAST_WEIGHT) for p in measured]
     return lambda order, source: source.choices(order, [weights[at] for at in order], k=len(order))
+
+
+def measured_rates(config: EnvironmentConfig, rows: Sequence[DataRow]) -> list[float | None]:
+    """Return the pass rate of each row, measured before; None: it was not. Raises ConfigError."""
+    if config.pass_rates is None:
+        return [row.pass_rate for row in rows]
+    return _rates_of(config.pass_rates, rows)
 
 
 def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:

@@ -56,6 +56,8 @@ class EnvironmentQueue:
         was pending."""
         self._groups, self._next = groups, first
         self._pending.clear()
+        if self.source.draws is not None:
+            self.source.draws.rewind()
 
     def limit(self, *, group_size: int | None, max_steps: int | None) -> None:
         """Set the size and steps of groups that start from now on; None: the configuration's
@@ -73,6 +75,8 @@ class EnvironmentQueue:
         if not self.in_flight:
             self._last_progress = self._clock()
         index, task = next(group for group in self._groups if self._id(group[0]) not in stored)
+        if self.source.draws is not None:
+            task = self.source.draws.draw(index, self.cursor)
         self._next = index + 1
         seed = derive_seed("group", self._seed, index)
         plan = GroupPlan(
@@ -91,6 +95,8 @@ class EnvironmentQueue:
         assert result.plan.index is not None
         started = self._pending[result.plan.index]
         started.result, self._last_progress = result, self._clock()
+        if self.source.draws is not None:
+            self.source.draws.finished(result)
         if result.failure is None:
             self._seconds.append(self._clock() - started.at)
 

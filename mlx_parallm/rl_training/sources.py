@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.curriculum.draws import keep_draws, row_numbers
 from mlx_parallm.environments.group_order import group_id
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer
@@ -117,6 +118,10 @@ class RolloutSource:
         """Return its state for a checkpoint, or None."""
         return None
 
+    def numbers(self) -> dict[str, Any]:
+        """Return numbers for the line of a step in metrics.jsonl."""
+        return {}
+
 
 SourceKind = Callable[[SourceContext], RolloutSource | None]
 
@@ -157,6 +162,9 @@ class Sources:
     def stop(self) -> None:
         for source in self._sources:
             source.stop()
+
+    def numbers(self) -> dict[str, Any]:
+        return {key: number for source in self._sources for key, number in source.numbers().items()}
 
     def keeping_state(self) -> dict[str, RolloutSource]:
         """Return the started sources that a checkpoint keeps something of, by name."""
@@ -221,6 +229,7 @@ class InProcessEnvironments(RolloutSource):
             template_kwargs=config.model.chat_template_kwargs,
             players=players,
         )
+        keep_draws(self._context.directory, self._context.environments)
         manager.check_room("rl_training.atropos.max_token_length")
         if state is not None and self.name in state.sources:
             manager.restore(state.sources[self.name])
@@ -269,6 +278,9 @@ class InProcessEnvironments(RolloutSource):
 
     def state(self) -> dict[str, Any] | None:
         return self._manager.state() if self._manager is not None else None
+
+    def numbers(self) -> dict[str, Any]:
+        return row_numbers(self._context.environments)
 
 
 class RewardsById(RolloutSource):

@@ -138,6 +138,7 @@ class RunningRun:
         return {
             **(heldout.measure(step) if heldout is not None else {}),
             **self._evaluations.measure(step),
+            **self._started.sources.numbers(),
             **(tools.new_counts() if tools is not None else {}),
         }
 

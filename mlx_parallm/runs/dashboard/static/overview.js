@@ -24,6 +24,7 @@ const CHARTS = [
   { title: "Length", note: "tokens of an answer", keys: { completion_tokens_mean: "tokens" } },
   { title: "How answers end", keys: { eos_fraction: "by themselves", truncated_fraction: "cut off" }, percent: true },
   { title: "Groups that teach nothing", keys: { groups_all_right: "all right", groups_all_wrong: "all wrong", groups_same_answer: "same answer" }, percent: true },
+  { title: "Rows", note: "by what their next group is expected to be", keys: { rows_learnable: "learnable", rows_easy: "easy", rows_hopeless: "hopeless", rows_unseen: "not seen" } },
   { section: "Machine" },
   { title: "Tokens per second", keys: { serve_tok_s: "served", trained_tok_s: "trained" } },
   { title: "Tokens of a step", keys: { tokens: "all", trained_tokens: "trained on" } },

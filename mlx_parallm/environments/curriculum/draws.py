@@ -1,0 +1,304 @@
+"""RowDraws: which row each group of an environment asks.
+
+    draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
+                     a row in proportion to `PassRates.teaches`, of those that no group plays now
+    finished(index)  the group's rewards change the estimate
+
+The row of group `index` follows from the seed and from all draws and rewards before, which the
+`DrawLog` of a run keeps: a run that was killed plays the same rows as if it had not been. Rows are
+known by the hash of their prompt, so a row keeps its estimate when the file is put in another
+order.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mlx_parallm.config.environment import AdaptiveConfig
+from mlx_parallm.environments.curriculum.log import DRAWS_FILE, DrawLog
+from mlx_parallm.environments.curriculum.pass_rates import Kinds, Numbers, PassRates, RewardRange
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import RolloutGroup
+
+log = get_logger("environments")
+
+BLOCK = 1024
+"""Rows whose weights are summed together: a draw and a change look at one block and at the sums
+of all, for a million rows at two thousand numbers."""
+
+
+class Weights:
+    """Numbers of rows, at least 0, and draws in proportion to them."""
+
+    def __init__(self, weights: Numbers) -> None:
+        blocks = -(-len(weights) // BLOCK)
+        self._blocks = np.zeros((blocks, BLOCK))
+        self._flat = self._blocks.reshape(-1)
+        self._sums = np.zeros(blocks)
+        self.put(slice(0, len(weights)), weights)
+
+    def put(self, rows: slice, weights: Numbers | float) -> None:
+        self._flat[rows] = weights
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        self._sums[blocks] = self._blocks[blocks].sum(axis=1)
+
+    def draw(self, number: float) -> int | None:
+        """Return the row at `number`, from 0 to below 1, of the sum; None: all weights are 0."""
+        block, rest = _at(self._sums, number)
+        if block is None:
+            return None
+        row, _ = _at(self._blocks[block], rest)
+        return None if row is None else block * BLOCK + row
+
+
+def _at(weights: Numbers, number: float) -> tuple[int | None, float]:
+    """Return the place at `number` of the sum, and which part of that weight it leaves."""
+    ends = np.cumsum(weights)
+    if ends[-1] <= 0.0:
+        return None, 0.0
+    place = int(np.searchsorted(ends, number * ends[-1], side="right"))
+    place = min(place, int(np.flatnonzero(weights)[-1]))  # number * sum is rounded
+    before = ends[place - 1] if place else 0.0
+    return place, min(max(float((number * ends[-1] - before) / weights[place]), 0.0), 1.0)
+
+
+class FinishedGroup(Protocol):
+    """The part of a `runner.GroupResult` that the draws use."""
+
+    @property
+    def plan(self) -> "Planned": ...
+    @property
+    def group(self) -> RolloutGroup: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def may_pass(self) -> bool: ...
+
+
+class Planned(Protocol):
+    @property
+    def index(self) -> int | None: ...
+
+
+@dataclass(slots=True)
+class _Drawn:
+    row: int
+    finished: bool = False
+
+
+class RowDraws:
+    """The draws of one environment; its queue's lock guards them.
+
+    Args:
+        keys: of the rows, in their order; what follows the first of two equal ones is told apart by
+            its number.
+        rates: see `PassRates`; empty: none was measured.
+        levels: the rows are levels of difficulty, from easy to hard, each with tasks without end.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        keys: Sequence[str],
+        config: AdaptiveConfig,
+        *,
+        group_size: int,
+        seed: int,
+        rates: Sequence[float | None] = (),
+        levels: bool = False,
+    ) -> None:
+        self.environment = environment
+        self._config, self._seed, self._levels = config, f"{environment}/{seed}", levels
+        self._keys = _different(keys)
+        self._row_of = {key: row for row, key in enumerate(self._keys)}
+        self._range = RewardRange(config.pass_reward)
+        self._rates = PassRates(
+            rates or [None] * len(keys),
+            group_size=max(2, group_size),
+            half_life=config.half_life,
+            ordered=levels,
+        )
+        self._weights = Weights(self._rates.teaches)
+        self._groups: dict[int, _Drawn] = {}  # those that are not settled, and perhaps older ones
+        self._in_flight: Counter[int] = Counter()  # groups that play each row now
+        self._draws = 0
+        self._log: DrawLog | None = None
+        self._unknown: set[str] = set()  # rows of the log that the data has no more
+        self._turn: tuple[int, Any] = (-1, ())  # number and order of the turn through all rows
+
+    # --- the queue's side
+
+    def draw(self, index: int, first: int) -> int:
+        """Return the number of the task of group `index`; the groups below `first` are settled."""
+        settled = itertools.takewhile(lambda group: group < first, self._groups)
+        for group in list(settled):
+            del self._groups[group]
+        if index not in self._groups:
+            row = self._next_row(index)
+            self._keep({"group": index, "row": self._keys[row]})
+        row = self._groups[index].row
+        self._in_flight[row] += 1
+        self._weights.put(slice(row, row + 1), 0.0)
+        return row + index * len(self._keys) if self._levels else row
+
+    def finished(self, result: "FinishedGroup") -> None:
+        """Count what a group earned. A row whose group failed, unless that may pass, counts as
+        wrong: it would fail again."""
+        index = result.plan.index
+        assert index is not None, "a group of the queue has one"
+        row = self._groups[index].row
+        self._in_flight[row] -= 1
+        if not self._in_flight[row]:
+            del self._in_flight[row]
+        if not self._groups[index].finished:
+            rewards: list[float] | None = self._scores(result.group)
+            if result.failure is not None:
+                rewards = [] if result.may_pass else None
+            versions = [each for each in result.group.sampled_versions if each >= 0]
+            self._keep({"group": index, "rewards": rewards, "version": max(versions, default=None)})
+        self._weigh(slice(row, row + 1))
+
+    def rewind(self) -> None:
+        """Forget which groups were in flight: they are played again."""
+        rows, self._in_flight = list(self._in_flight), Counter()
+        for row in rows:
+            self._weigh(slice(row, row + 1))
+
+    # --- the run's side
+
+    def kinds(self) -> Kinds:
+        """Count the rows of each kind."""
+        return self._rates.kinds()
+
+    def replay(self, entry: Mapping[str, Any]) -> None:
+        """Take an entry of the log, as when it was written."""
+        index, drawn = entry["group"], self._groups.get(entry["group"])
+        if "row" in entry:
+            self._draws += 1
+            row = self._row_of.get(entry["row"])
+            if row is None:
+                self._unknown.add(entry["row"])
+                self._groups.pop(index, None)
+            else:
+                self._groups[index] = _Drawn(row)
+        elif drawn is not None and not drawn.finished:
+            drawn.finished = True
+            self._count(drawn.row, entry["rewards"], entry["version"])
+
+    def continue_in(self, log_of_run: DrawLog) -> None:
+        """Append to the log that was replayed. Raises CheckpointError: it is of other rows."""
+        if self._unknown and not self._groups:
+            raise CheckpointError(
+                f"{log_of_run.path}: none of the {len(self._unknown)} rows that were drawn for"
+                f" {self.environment} is in its data, so these are the draws of another data set:"
+                " put the data back, or remove the file to let the estimates begin anew"
+            )
+        if self._unknown:
+            log.warning(
+                "rows that were drawn are no longer in the data: what they earned is forgotten",
+                environment=self.environment,
+                rows=len(self._unknown),
+            )
+        self._log = log_of_run
+
+    # --- both
+
+    def _keep(self, entry: dict[str, Any]) -> None:
+        """Write an entry, then take it: what counts is on the disk."""
+        if self._log is not None:
+            self._log.append({"environment": self.environment, **entry})
+        self.replay(entry)
+
+    def _next_row(self, index: int) -> int:
+        """Return the row for a group that has none yet."""
+        rows, floor = len(self._keys), self._config.floor
+        turns = math.floor(self._draws * floor)
+        if math.floor((self._draws + 1) * floor) > turns:
+            return self._in_turn(turns)
+        number = random.Random(f"{self._seed}/{index}").random()
+        row = self._weights.draw(number)
+        return int(number * rows) if row is None else row  # None: every row is in flight
+
+    def _in_turn(self, number: int) -> int:
+        """Return the row of a draw that goes through all of them, in a new order each time."""
+        turn, place = divmod(number, len(self._keys))
+        if self._turn[0] != turn:
+            source = random.Random(f"{self._seed}/turn/{turn}")
+            order = np.random.default_rng(source.getrandbits(64)).permutation(len(self._keys))
+            self._turn = turn, order
+        return int(self._turn[1][place])
+
+    def _scores(self, group: RolloutGroup) -> list[float]:
+        """Return the finite rewards of the answers that were scored."""
+        name = self._config.reward
+        rewards = [each.scores.get(name) for each in group.rollouts if each.is_scored]
+        return [each for each in rewards if each is not None and math.isfinite(each)]
+
+    def _count(self, row: int, rewards: Sequence[float] | None, version: int | None) -> None:
+        if rewards is None:
+            changed = self._rates.add(row, right=0.0, wrong=self._rates.size, version=version)
+        elif rewards:
+            right = self._range.right(rewards)
+            changed = self._rates.add(row, right=right, wrong=len(rewards) - right, version=version)
+        else:
+            return
+        self._weigh(changed)
+
+    def _weigh(self, rows: slice) -> None:
+        self._weights.put(rows, self._rates.teaches[rows])
+        for row in self._in_flight:
+            self._weights.put(slice(row, row + 1), 0.0)
+
+
+def _different(keys: Sequence[str]) -> list[str]:
+    """Return the keys; equal ones get their number behind them, from the second on."""
+    seen: Counter[str] = Counter()
+    different = []
+    for key in keys:
+        seen[key] += 1
+        different.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return different
+
+
+class Drawing(Protocol):
+    """The part of an `EnvironmentSource` that `keep_draws` uses."""
+
+    @property
+    def draws(self) -> RowDraws | None: ...
+
+
+def keep_draws(run: Path, sources: Iterable[Drawing]) -> None:
+    """Let draws continue where the run in a directory has left them, and keep them there. Raises
+    CheckpointError: a damaged file, or one of other rows."""
+    drawing = [source.draws for source in sources if source.draws is not None]
+    by_name = {each.environment: each for each in drawing}
+    kept = DrawLog(run / DRAWS_FILE)
+    others: Counter[str] = Counter()
+    for _, entry in kept.read() if by_name else ():
+        if (known := by_name.get(entry["environment"])) is not None:
+            known.replay(entry)
+        else:
+            others[entry["environment"]] += 1
+    for name, entries in others.items():
+        log.info("draws of an environment that draws no rows now", environment=name, lines=entries)
+    for each in by_name.values():
+        each.continue_in(kept)
+
+
+def row_numbers(sources: Iterable[Drawing]) -> dict[str, Any]:
+    """Return the numbers of a metrics line about the rows that are drawn; nothing if none are."""
+    drawing = [source.draws for source in sources if source.draws is not None]
+    kinds = {each.environment: asdict(each.kinds()) for each in drawing}
+    if not kinds:
+        return {}
+    names = next(iter(kinds.values()))
+    totals = {f"rows_{name}": sum(counts[name] for counts in kinds.values()) for name in names}
+    return totals | {"rows_by_environment": kinds}

@@ -1,0 +1,152 @@
+"""PassRates: how likely an answer to each row is right, estimated while the policy learns.
+
+Each row has a Beta posterior: PRIOR, and the right and wrong answers of its groups. An answer
+counts half after `half_life` further policy versions, for the policy that gave it has changed:
+so a row that nobody answers goes back to the prior, and is tried again.
+
+What a group of n answers is expected to teach is the chance that its rewards differ, 1 - p^n -
+(1 - p)^n, under the posterior. It is what GRPO learns from: a group whose rewards are equal has no
+advantages, and every other one is divided by its own deviation, so that all have the same sum of
+squares. For n = 2 it is 2 p (1 - p). Expected, and not Thompson's sample of p: rows are drawn in
+proportion to it, and the mean of such draws is the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+PRIOR = 0.2
+"""Right and wrong answers that each row begins with. Less than 1: most rows are easy or hopeless
+for a policy, so a single group of equal rewards says much."""
+LEAST_CHANCE = 1e-6
+"""No row is ever without a chance, however many answers to it were alike."""
+LEAST_ANSWERS = 0.5
+"""Fewer answers, as far as they still count, are none."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How many rows are of which kind.
+
+    `easy`: all answers of its next group are more likely right than not; `hopeless`: all wrong;
+    `learnable`: the rest; `unseen`: no answer counts yet.
+    """
+
+    easy: int = 0
+    learnable: int = 0
+    hopeless: int = 0
+    unseen: int = 0
+
+
+class RewardRange:
+    """Rewards of any size as parts of a right answer, 0 to 1.
+
+    With `threshold` a reward of at least that is right, and any other wrong. Without one a reward
+    counts by its place between the lowest and the highest that were seen, 0 and 1 among them. A
+    group whose rewards are all equal has taught nothing, so its answers count as all right or all
+    wrong, whichever is nearer.
+    """
+
+    def __init__(self, threshold: float | None = None) -> None:
+        self._threshold, self._low, self._high = threshold, 0.0, 1.0
+
+    def right(self, rewards: Sequence[float]) -> float:
+        """Return how many of the answers count as right, of at least one finite reward each."""
+        if self._threshold is not None:
+            return float(sum(reward >= self._threshold for reward in rewards))
+        lowest, highest = min(rewards), max(rewards)
+        self._low, self._high = min(self._low, lowest), max(self._high, highest)
+        half = self._high / 2 - self._low / 2  # the difference may be infinite
+        if lowest == highest:
+            return float(len(rewards) if lowest / 2 - self._low / 2 >= half / 2 else 0)
+        return sum((reward / 2 - self._low / 2) / half for reward in rewards)
+
+
+class PassRates:
+    """The posteriors of rows, for groups of `group_size`, at least 2.
+
+    Args:
+        rates: of each row, measured before, worth a group; None: not measured.
+        ordered: rows are levels of difficulty: what is right at one counts for all easier ones,
+            what is wrong for all harder ones.
+
+    Attributes:
+        size: the group size.
+        teaches: [rows] the chance that the rewards of a row's next group differ.
+        newest: the newest policy version that an answer is of; None: no answer yet.
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[float | None],
+        *,
+        group_size: int,
+        half_life: float,
+        ordered: bool = False,
+    ) -> None:
+        measured = np.array([np.nan if rate is None else rate for rate in rates], np.float64)
+        self._right = np.nan_to_num(measured * group_size)
+        self._wrong = np.nan_to_num((1 - measured) * group_size)
+        self.size, self._half_life, self._ordered = group_size, half_life, ordered
+        self.newest: int | None = None
+        # the chances that the next group is all right, all wrong
+        self._all_right, self._all_wrong = self._chances(slice(0, len(rates)))
+        self.teaches = self._differ(slice(0, len(rates)))
+
+    def add(self, row: int, *, right: float, wrong: float, version: int | None = None) -> slice:
+        """Count answers of policy `version` (None: of the newest one) to a row. Return the rows
+        whose estimates have changed."""
+        rows = slice(0, len(self._right))
+        aged = self._age(version)
+        if version is not None and self.newest is not None:
+            weight = 0.5 ** ((self.newest - version) / self._half_life)
+            right, wrong = right * weight, wrong * weight
+        easier = slice(0 if self._ordered else row, row + 1)
+        harder = slice(row, len(self._right) if self._ordered else row + 1)
+        self._right[easier] += right
+        self._wrong[harder] += wrong
+        changed = rows if aged else slice(easier.start, harder.stop)
+        self._all_right[changed], self._all_wrong[changed] = self._chances(changed)
+        self.teaches[changed] = self._differ(changed)
+        return changed
+
+    def mean(self, row: int) -> float:
+        """Return the estimated pass rate of a row."""
+        right, wrong = self._right[row] + PRIOR, self._wrong[row] + PRIOR
+        return float(right / (right + wrong))
+
+    def kinds(self) -> Kinds:
+        """Count the rows of each kind."""
+        seen = self._right + self._wrong > LEAST_ANSWERS
+        easy = int(np.count_nonzero(seen & (self._all_right > 0.5)))
+        hopeless = int(np.count_nonzero(seen & (self._all_wrong > 0.5)))
+        known = int(np.count_nonzero(seen))
+        return Kinds(easy, known - easy - hopeless, hopeless, len(seen) - known)
+
+    def _age(self, version: int | None) -> bool:
+        """Let the answers so far count less, if `version` is newer than all of them."""
+        if version is None or (self.newest is not None and version <= self.newest):
+            return False
+        if self.newest is not None:
+            weight = 0.5 ** ((version - self.newest) / self._half_life)
+            self._right *= weight
+            self._wrong *= weight
+        self.newest = version
+        return True
+
+    def _chances(self, rows: slice) -> tuple[Numbers, Numbers]:
+        """Return E[p^n] and E[(1 - p)^n] under the posteriors of some rows."""
+        right, wrong = self._right[rows] + PRIOR, self._wrong[rows] + PRIOR
+        total = right + wrong
+        all_right, all_wrong = np.ones_like(right), np.ones_like(right)
+        for count in range(self.size):
+            all_right *= (right + count) / (total + count)
+            all_wrong *= (wrong + count) / (total + count)
+        return all_right, all_wrong
+
+    def _differ(self, rows: slice) -> Numbers:
+        return np.maximum(1.0 - self._all_right[rows] - self._all_wrong[rows], LEAST_CHANCE)
