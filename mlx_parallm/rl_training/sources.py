@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.curriculum.draws import keep_draws, row_numbers
+from mlx_parallm.environments.curriculum.run import keep_draws, row_numbers
 from mlx_parallm.environments.group_order import group_id
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer

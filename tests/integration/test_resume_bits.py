@@ -47,6 +47,8 @@ def test_kill_9_in_the_middle_of_a_step_changes_no_bit(reference: Run, tmp_path:
     assert differences(killed.lines(), reference.lines()) == []
     assert [line["step"] for line in killed.lines()] == list(range(1, STEPS + 1))
     assert all(line["loss"] is not None for line in killed.lines())
+    assert killed.draws() == reference.draws() != {}
+    assert killed.lines()[-1]["rows_unseen"] < 27
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.environments.curriculum.log import DRAWS_FILE
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.run_files.metrics import TIMES
 from mlx_parallm.system.files import TEMPORARY
 
@@ -66,11 +68,24 @@ group_size = 4
 max_tokens = 12
 
 [[environments]]
-kind = "tasks"
-name = "sort"
+kind = "dataset"
+data = "{directory}/rows.jsonl"
+curriculum = "adaptive"
+rewards = ["python:tests.soak.resume_bits:right"]
 group_size = 4
 max_tokens = 12
 """
+
+
+def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 for the row's answer."""
+    return [
+        float(completion[-1]["content"].strip() == wanted)
+        if isinstance(completion, list)
+        else float(completion.strip() == wanted)
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
 
 Line = dict[str, Any]
 
@@ -105,6 +120,11 @@ class Run:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        problems = [make_problem("sort", index, seed=0, split="train") for index in range(30)]
+        rows = [
+            {"prompt": each.messages[-1]["content"], "answer": each.answer} for each in problems
+        ]
+        (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.config.write_text(
             CONFIG.format(
                 port=port, directory=directory, steps=steps, training=training, model=model
@@ -146,6 +166,11 @@ class Run:
         file = self.path / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def draws(self) -> dict[int, str]:
+        """Return the row of each group of the data set."""
+        lines = map(json.loads, (self.path / DRAWS_FILE).read_text().splitlines())
+        return {line["group"]: line["row"] for line in lines if "row" in line}
 
     def step_in_work(self) -> int:
         """The step whose groups are taken and whose line is not written; 0 = none is trained

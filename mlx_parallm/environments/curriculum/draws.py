@@ -1,7 +1,8 @@
 """RowDraws: which row each group of an environment asks.
 
     draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
-                     a row in proportion to `PassRates.teaches`, of those that no group plays now
+                     a row in proportion to the square of `PassRates.teaches`, of those that no
+                     group plays now
     finished(index)  the group's rewards change the estimate
 
 The row of group `index` follows from the seed and from all draws and rewards before, which the
@@ -14,15 +15,14 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from mlx_parallm.config.environment import AdaptiveConfig
-from mlx_parallm.environments.curriculum.log import DRAWS_FILE, DrawLog
+from mlx_parallm.environments.curriculum.log import DrawLog
 from mlx_parallm.environments.curriculum.pass_rates import Kinds, Numbers, PassRates, RewardRange
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.system.log import get_logger
@@ -33,6 +33,10 @@ log = get_logger("environments")
 BLOCK = 1024
 """Rows whose weights are summed together: a draw and a change look at one block and at the sums
 of all, for a million rows at two thousand numbers."""
+
+SHARPNESS = 2
+"""Power of the chance in a row's weight: one that is half as likely to teach is drawn a quarter as
+often. In proportion to the chance itself, many poor rows together get most of the groups."""
 
 
 class Weights:
@@ -126,7 +130,7 @@ class RowDraws:
             half_life=config.half_life,
             ordered=levels,
         )
-        self._weights = Weights(self._rates.teaches)
+        self._weights = Weights(self._rates.teaches**SHARPNESS)
         self._groups: dict[int, _Drawn] = {}  # those that are not settled, and perhaps older ones
         self._in_flight: Counter[int] = Counter()  # groups that play each row now
         self._draws = 0
@@ -253,7 +257,7 @@ class RowDraws:
         self._weigh(changed)
 
     def _weigh(self, rows: slice) -> None:
-        self._weights.put(rows, self._rates.teaches[rows])
+        self._weights.put(rows, self._rates.teaches[rows] ** SHARPNESS)
         for row in self._in_flight:
             self._weights.put(slice(row, row + 1), 0.0)
 
@@ -266,39 +270,3 @@ def _different(keys: Sequence[str]) -> list[str]:
         seen[key] += 1
         different.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
     return different
-
-
-class Drawing(Protocol):
-    """The part of an `EnvironmentSource` that `keep_draws` uses."""
-
-    @property
-    def draws(self) -> RowDraws | None: ...
-
-
-def keep_draws(run: Path, sources: Iterable[Drawing]) -> None:
-    """Let draws continue where the run in a directory has left them, and keep them there. Raises
-    CheckpointError: a damaged file, or one of other rows."""
-    drawing = [source.draws for source in sources if source.draws is not None]
-    by_name = {each.environment: each for each in drawing}
-    kept = DrawLog(run / DRAWS_FILE)
-    others: Counter[str] = Counter()
-    for _, entry in kept.read() if by_name else ():
-        if (known := by_name.get(entry["environment"])) is not None:
-            known.replay(entry)
-        else:
-            others[entry["environment"]] += 1
-    for name, entries in others.items():
-        log.info("draws of an environment that draws no rows now", environment=name, lines=entries)
-    for each in by_name.values():
-        each.continue_in(kept)
-
-
-def row_numbers(sources: Iterable[Drawing]) -> dict[str, Any]:
-    """Return the numbers of a metrics line about the rows that are drawn; nothing if none are."""
-    drawing = [source.draws for source in sources if source.draws is not None]
-    kinds = {each.environment: asdict(each.kinds()) for each in drawing}
-    if not kinds:
-        return {}
-    names = next(iter(kinds.values()))
-    totals = {f"rows_{name}": sum(counts[name] for counts in kinds.values()) for name in names}
-    return totals | {"rows_by_environment": kinds}

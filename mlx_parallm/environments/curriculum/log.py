@@ -8,6 +8,7 @@ there.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,7 +63,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
             whole &= isinstance(entry["row"], str)
         else:
             rewards, version = entry["rewards"], entry["version"]
-            whole &= rewards is None or all(isinstance(each, int | float) for each in rewards)
+            whole &= rewards is None or all(map(math.isfinite, rewards))
             whole &= version is None or isinstance(version, int)
     except (ValueError, KeyError, TypeError):
         whole = False

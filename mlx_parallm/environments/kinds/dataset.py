@@ -9,13 +9,8 @@ from collections.abc import Iterator
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.curriculum.draws import RowDraws
-from mlx_parallm.environments.dataset_rows import (
-    DataRow,
-    common_columns,
-    measured_rates,
-    read_prompts,
-)
+from mlx_parallm.environments.curriculum.run import draws_of_rows
+from mlx_parallm.environments.dataset_rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 
@@ -32,15 +27,6 @@ class DatasetSource(EnvironmentSource):
         """Raises ConfigError: a bad row, a reward function that cannot be loaded or called."""
         super().__init__(config, seed=seed, name=name)
         self.rows = read_prompts(config, seed=seed)
-        if config.curriculum == "adaptive" and self.rows.train:
-            self.draws = RowDraws(
-                self.name,
-                [row.key for row in self.rows.train],
-                config.adaptive,
-                group_size=config.group_size,
-                seed=seed,
-                rates=measured_rates(config, self.rows.train),
-            )
         if config.tool_choice == "required":
             rows = [*self.rows.train, *self.rows.heldout]
             if not any(row.tools for row in rows):
@@ -55,6 +41,8 @@ class DatasetSource(EnvironmentSource):
             if config.rewards
             else RewardFunctions.none()  # something else scores (config.load checks it)
         )
+        if config.curriculum == "adaptive":
+            self.draws = draws_of_rows(self, self.rows.train)
 
     def task(self, index: int, split: Split = "train") -> Task:
         """Return row `index` of the split as a task. Raises ConfigError: no held-out rows."""

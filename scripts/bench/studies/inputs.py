@@ -20,6 +20,7 @@ from scripts.bench.studies.upcycling import upcycle
 KTO_ROWS, PAIRS, HELD_OUT = 400, 1200, 200
 TASKS = ("sum", "sort", "reverse", "count", "largest")
 JUDGED, JUDGED_FROM = 1000, 100_000  # held-out pairs of answers, and their first problem
+ROWS = 1000  # of three kinds
 TRAINED = 12_000  # pairs of answers
 
 
@@ -127,6 +128,32 @@ def impossible_requests(directory: Path, seed: int, variant: Sequence[str]) -> N
         ]
         random.Random(seed if file == "rows" else 0).shuffle(rows)
         write_rows(directory / f"{file}.jsonl", rows)
+def three_kinds_of_rows(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Rows of the built-in task `reverse`: a fifth as they are, three fifths with an answer that no
+    policy gives, and a fifth that accept any answer. Those held out are as they are."""
+    source = build_sources([EnvironmentConfig(kind="tasks", name="reverse")], seed=seed)[0]
+    rng = random.Random(seed)
+    tasks = {task.key: task for task in map(source.task, range(2 * ROWS))}
+    questions = rng.sample(list(tasks.values()), ROWS)
+    answers = [("hopeless", "none"), ("hopeless", "none"), ("hopeless", "none"), ("solved", "")]
+    rows = []
+    for number, task in enumerate(questions):
+        kind, answer = [("learnable", task.answer), *answers][number % 5]
+        rows.append({"prompt": task.opening, "answer": answer, "kind": kind})
+    write_rows(directory / "rows.jsonl", rows)
+    held_out = [{"prompt": task.opening, "answer": task.answer} for task in source.heldout(100)]
+    write_rows(directory / "heldout.jsonl", held_out)
+
+
+def right_or_accepted(
+    completions: Sequence[Any], answer: Sequence[str], **_columns: Any
+) -> list[float]:
+    """1 for the row's answer; a row with an empty one accepts any."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [
+        float(not wanted or text.strip() == wanted)
+        for text, wanted in zip(texts, answer, strict=True)
+    ]
 
 
 def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
