@@ -1,8 +1,10 @@
 """PassRates: how likely an answer to each row is right, estimated while the policy learns.
 
-Each row has a Beta posterior: PRIOR, and the right and wrong answers of its groups. An answer
+Each row has a Beta posterior: a prior, and the right and wrong answers of its groups. An answer
 counts half after `half_life` further policy versions, for the policy that gave it has changed:
-so a row that nobody answers goes back to the prior, and is tried again.
+so a row that nobody answers goes back to the prior, and is tried again. The prior is the
+distribution of the pass rates of such rows, by the first groups of rows that were not seen
+(`Population`): among many hopeless rows a new one is not worth much.
 
 What a group of n answers is expected to teach is the chance that its rewards differ, 1 - p^n -
 (1 - p)^n, under the posterior. It is what GRPO learns from: a group whose rewards are equal has no
@@ -19,9 +21,14 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 
-PRIOR = 0.2
-"""Right and wrong answers that each row begins with. Less than 1: most rows are easy or hopeless
-for a policy, so a single group of equal rewards says much."""
+PRIOR = 0.2, 0.2
+"""Right and wrong answers that a row begins with. Less than 1: most rows are easy or hopeless for a
+policy, so a single group of equal rewards says much."""
+PRIOR_GROUPS = 4.0
+"""First groups of rows that PRIOR counts as much as."""
+STRENGTHS = 0.05, 2.0
+"""Answers that the prior of a row is worth: least and most."""
+LEAST_MEAN = 0.02
 LEAST_CHANCE = 1e-6
 """No row is ever without a chance, however many answers to it were alike."""
 LEAST_ANSWERS = 0.5
@@ -66,6 +73,41 @@ class RewardRange:
         return sum((reward / 2 - self._low / 2) / half for reward in rewards)
 
 
+class Population:
+    """The distribution of the pass rates of rows that are not known, by its first two moments.
+
+    Of a group with k of n answers right, k / n estimates E[p], and k (k - 1) / n (n - 1) E[p²].
+    """
+
+    def __init__(self) -> None:
+        right, wrong = PRIOR
+        mean = right / (right + wrong)
+        self._groups = 0.0
+        self._sums = np.zeros(2)
+        self._begin = PRIOR_GROUPS * np.array([mean, mean * (right + 1) / (right + wrong + 1)])
+
+    def add(self, right: float, wrong: float) -> None:
+        """Count the first group of a row: at least two answers."""
+        answers = right + wrong
+        both = right * max(right - 1, 0.0) / (answers * (answers - 1))
+        self._sums += [right / answers, both]
+        self._groups += 1
+
+    def age(self, weight: float) -> None:
+        """Let the groups so far count `weight` times as much."""
+        self._groups *= weight
+        self._sums *= weight
+
+    def prior(self) -> tuple[float, float]:
+        """Return the parameters of the Beta distribution with these moments."""
+        mean, square = (self._sums + self._begin) / (self._groups + PRIOR_GROUPS)
+        mean = min(max(mean, LEAST_MEAN), 1 - LEAST_MEAN)
+        spread = square - mean * mean
+        least, most = STRENGTHS
+        strength = most if spread <= 0 else min(max((mean - square) / spread, least), most)
+        return float(mean * strength), float((1 - mean) * strength)
+
+
 class PassRates:
     """The posteriors of rows, for groups of `group_size`, at least 2.
 
@@ -93,6 +135,8 @@ class PassRates:
         self._wrong = np.nan_to_num((1 - measured) * group_size)
         self.size, self._half_life, self._ordered = group_size, half_life, ordered
         self.newest: int | None = None
+        self._population = Population()
+        self._prior = PRIOR
         # the chances that the next group is all right, all wrong
         self._all_right, self._all_wrong = self._chances(slice(0, len(rates)))
         self.teaches = self._differ(slice(0, len(rates)))
@@ -105,6 +149,9 @@ class PassRates:
         if version is not None and self.newest is not None:
             weight = 0.5 ** ((self.newest - version) / self._half_life)
             right, wrong = right * weight, wrong * weight
+        answers = right + wrong
+        if answers >= 2 and self._right[row] + self._wrong[row] < LEAST_ANSWERS:
+            self._population.add(right, wrong)
         easier = slice(0 if self._ordered else row, row + 1)
         harder = slice(row, len(self._right) if self._ordered else row + 1)
         self._right[easier] += right
@@ -116,7 +163,7 @@ class PassRates:
 
     def mean(self, row: int) -> float:
         """Return the estimated pass rate of a row."""
-        right, wrong = self._right[row] + PRIOR, self._wrong[row] + PRIOR
+        right, wrong = self._right[row] + self._prior[0], self._wrong[row] + self._prior[1]
         return float(right / (right + wrong))
 
     def kinds(self) -> Kinds:
@@ -135,12 +182,14 @@ class PassRates:
             weight = 0.5 ** ((version - self.newest) / self._half_life)
             self._right *= weight
             self._wrong *= weight
+            self._population.age(weight)
         self.newest = version
+        self._prior = self._population.prior()
         return True
 
     def _chances(self, rows: slice) -> tuple[Numbers, Numbers]:
         """Return E[p^n] and E[(1 - p)^n] under the posteriors of some rows."""
-        right, wrong = self._right[rows] + PRIOR, self._wrong[rows] + PRIOR
+        right, wrong = self._right[rows] + self._prior[0], self._wrong[rows] + self._prior[1]
         total = right + wrong
         all_right, all_wrong = np.ones_like(right), np.ones_like(right)
         for count in range(self.size):

@@ -1,5 +1,5 @@
-"""What an environment and a run make of `RowDraws`: the draws of a data set's rows, their file in the
-run's directory, and their numbers in metrics.jsonl."""
+"""What an environment and a run make of `RowDraws`: the draws of a data set's rows, their file in
+the run's directory, and their numbers in metrics.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.environment import AdaptiveConfig, EnvironmentConfig
+from mlx_parallm.environments.curriculum import pass_rates
 from mlx_parallm.environments.curriculum.draws import RowDraws, Weights
 from mlx_parallm.environments.curriculum.log import DRAWS_FILE
-from mlx_parallm.environments.curriculum.pass_rates import Kinds, PassRates, RewardRange
+from mlx_parallm.environments.curriculum.pass_rates import (
+    Kinds,
+    PassRates,
+    Population,
+    RewardRange,
+)
 from mlx_parallm.environments.curriculum.run import keep_draws, row_numbers
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import CheckpointError, ConfigError
@@ -45,7 +51,8 @@ def test_the_chance_that_a_group_differs_is_that_of_the_posterior():
         assert rates.teaches[0] == pytest.approx(1 - alike, abs=1e-9)
 
 
-def test_answers_count_by_the_version_that_gave_them():
+def test_answers_count_by_the_version_that_gave_them(monkeypatch):
+    monkeypatch.setattr(pass_rates, "PRIOR_GROUPS", 1e12)  # it stays as it is
     rates = PassRates([None] * 2, group_size=SIZE, half_life=10)
     rates.add(0, right=4.0, wrong=0.0, version=0)
     assert rates.mean(0) == pytest.approx(4.2 / 4.4)
@@ -58,6 +65,28 @@ def test_answers_count_by_the_version_that_gave_them():
     rates.add(1, right=0.0, wrong=0.0, version=1000)
     assert rates.mean(0) == pytest.approx(0.5)
     assert rates.kinds() == Kinds(unseen=2)
+
+
+def test_the_prior_is_the_distribution_of_rows_that_were_not_seen():
+    population = Population()
+    assert population.prior() == pytest.approx((0.2, 0.2))  # E[p] = 1 / 2, E[p²] = 3 / 7
+    for right in (4.0, 2.0, 0.0, 0.0):
+        population.add(right, 4 - right)
+    # with 4 groups of (1 / 2, 3 / 7): E[p] = 3.5 / 8, E[p²] = (1 + 2 / 12 + 12 / 7) / 8
+    mean, square = 3.5 / 8, (1 + 1 / 6 + 12 / 7) / 8
+    strength = (mean - square) / (square - mean**2)
+    assert population.prior() == pytest.approx((mean * strength, (1 - mean) * strength))
+    population.age(0.0)
+    assert population.prior() == pytest.approx((0.2, 0.2))
+    rng = np.random.default_rng(0)
+    for rate in rng.beta(0.3, 0.9, size=5000):
+        right = float(rng.binomial(8, rate))
+        population.add(right, 8 - right)
+    assert population.prior() == pytest.approx((0.3, 0.9), rel=0.15)
+    hopeless = PassRates([None] * 50, group_size=8, half_life=1e9)
+    for row in range(40):
+        hopeless.add(row, right=0.0, wrong=8.0, version=row)
+    assert hopeless.teaches[49] < 0.12 < PassRates([None], group_size=8, half_life=1).teaches[0]
 
 
 def test_rows_are_of_the_kind_that_their_next_group_will_probably_be():
@@ -305,7 +334,7 @@ def test_rows_that_changed_between_runs(tmp_path, warned):
     keep_draws(tmp_path, [source_of(moved)])
     rates = lambda draws, order: [draws._rates.mean(draws._row_of[key]) for key in order]  # noqa: E731
     assert rates(moved, ["a", "b", "b#2", "c"]) == rates(before, ["a", "b", "b#2", "c"])
-    assert rates(moved, ["new"]) == [0.5]
+    assert moved.kinds().unseen == 1
     fewer = draws_of(["a"])
     keep_draws(tmp_path, [source_of(fewer)])
     assert [(line["event"], line["rows"]) for line in warned] == [
@@ -402,6 +431,7 @@ def test_a_manager_draws_rows_and_learns_from_its_groups(managed, tokenizer, tmp
 def test_what_adaptive_needs(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     entry = {"kind": "dataset", "data": str(tmp_path / "rows.jsonl"), "rewards": ["builtin:length"]}
+    entry["reward_options"] = {"length": {"target": 5}}
     for keys, message in [
         ({"adaptive": {"floor": 0.2}}, 'needs curriculum = "adaptive"'),
         ({"curriculum": "adaptive", "adaptive": {"floor": 0}}, "greater than 0"),
