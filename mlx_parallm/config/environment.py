@@ -70,8 +70,8 @@ class AdaptiveConfig(Section):
     """How `curriculum = "adaptive"` draws."""
 
     floor: float = Field(0.1, gt=0, le=1)
-    """Share of the groups that go through all rows in turn, whatever is known of them: each row
-    comes back after rows / floor groups at the latest. 1: every group does."""
+    """Share of the groups that go through all rows in turn, whatever is known of them: a row
+    comes back after 2 rows / floor groups at the latest. 1: every group does."""
     half_life: float = Field(20.0, gt=0)
     """Policy versions after which an answer counts half."""
     pass_reward: float | None = None

@@ -5,12 +5,14 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.tasks import make_problem
+from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import resolve_model_path
@@ -20,7 +22,7 @@ from scripts.bench.studies.upcycling import upcycle
 KTO_ROWS, PAIRS, HELD_OUT = 400, 1200, 200
 TASKS = ("sum", "sort", "reverse", "count", "largest")
 JUDGED, JUDGED_FROM = 1000, 100_000  # held-out pairs of answers, and their first problem
-ROWS = 1000  # of three kinds
+ROWS, MEASURED = 300, 1500  # of three kinds; problems that they are chosen from
 TRAINED = 12_000  # pairs of answers
 
 
@@ -129,31 +131,43 @@ def impossible_requests(directory: Path, seed: int, variant: Sequence[str]) -> N
         random.Random(seed if file == "rows" else 0).shuffle(rows)
         write_rows(directory / f"{file}.jsonl", rows)
 def three_kinds_of_rows(directory: Path, seed: int, variant: Sequence[str]) -> None:
-    """Rows of the built-in task `reverse`: a fifth as they are, three fifths with an answer that no
-    policy gives, and a fifth that accept any answer. Those held out are as they are."""
-    source = build_sources([EnvironmentConfig(kind="tasks", name="reverse")], seed=seed)[0]
-    rng = random.Random(seed)
-    tasks = {task.key: task for task in map(source.task, range(2 * ROWS))}
-    questions = rng.sample(list(tasks.values()), ROWS)
-    answers = [("hopeless", "none"), ("hopeless", "none"), ("hopeless", "none"), ("solved", "")]
-    rows = []
-    for number, task in enumerate(questions):
-        kind, answer = [("learnable", task.answer), *answers][number % 5]
-        rows.append({"prompt": task.opening, "answer": answer, "kind": kind})
+    """Rows of the built-in task `reverse`: a fifth that the shipped model answers right now and
+    then, three fifths with an answer that no policy gives, and a fifth that it answers right
+    almost every time. Those held out are as they come."""
+    source, rates = _pass_rates()
+    tasks = random.Random(seed).sample(list(rates.values()), len(rates))
+    learnable = [task for task, right in tasks if 2 <= right <= 12][: ROWS // 5]
+    solved = [task for task, right in tasks if right >= 15][: ROWS // 5]
+    others = [task for task, right in tasks if right in (0, 1, 13, 14)][: 3 * ROWS // 5]
+    assert len(learnable) + len(solved) + len(others) == ROWS
+    rows = [{"prompt": task.opening, "answer": task.answer} for task in [*learnable, *solved]]
+    rows += [{"prompt": task.opening, "answer": "none"} for task in others]
     write_rows(directory / "rows.jsonl", rows)
-    held_out = [{"prompt": task.opening, "answer": task.answer} for task in source.heldout(100)]
+    held_out = [{"prompt": task.opening, "answer": task.answer} for task in source.heldout(200)]
     write_rows(directory / "heldout.jsonl", held_out)
 
 
-def right_or_accepted(
-    completions: Sequence[Any], answer: Sequence[str], **_columns: Any
-) -> list[float]:
-    """1 for the row's answer; a row with an empty one accepts any."""
+@cache
+def _pass_rates() -> tuple[EnvironmentSource, dict[str, tuple[Task, int]]]:
+    """Return the task, and how many of 16 sampled answers of the shipped model to each problem are
+    right."""
+    source = build_sources([EnvironmentConfig(kind="tasks", name="reverse")], seed=0)[0]
+    tasks = list({task.key: task for task in map(source.task, range(MEASURED))}.values())
+    with InferenceModule("builtin:tiny") as model:
+        prompts = [list(task.messages) for task in tasks]
+        answers = model.generate(prompts, 8, num_return_sequences=16, temperature=1.0, seed=0)
+    texts = [answer.strip() for answer in answers]
+    rates = {
+        task.key: (task, sum(text == task.answer for text in texts[16 * n : 16 * n + 16]))
+        for n, task in enumerate(tasks)
+    }
+    return source, rates
+
+
+def right(completions: Sequence[Any], answer: Sequence[str], **_columns: Any) -> list[float]:
+    """1 for the row's answer."""
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    return [
-        float(not wanted or text.strip() == wanted)
-        for text, wanted in zip(texts, answer, strict=True)
-    ]
+    return [float(text.strip() == wanted) for text, wanted in zip(texts, answer, strict=True)]
 
 
 def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
