@@ -1,4 +1,7 @@
-"""RowDraws: which row each group of an environment asks.
+"""RowDraws: which row each group of an environment asks (`curriculum = "adaptive"`).
+
+pass_rates.py estimates what a group of each row is expected to teach, log.py keeps draws and
+rewards, run.py gives an environment its draws, and a run their file.
 
     draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
                      a row in proportion to the square of `PassRates.teaches`, of those that no

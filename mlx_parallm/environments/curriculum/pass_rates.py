@@ -171,8 +171,8 @@ class PassRates:
         seen = self._right + self._wrong > LEAST_ANSWERS
         easy = int(np.count_nonzero(seen & (self._all_right > 0.5)))
         hopeless = int(np.count_nonzero(seen & (self._all_wrong > 0.5)))
-        known = int(np.count_nonzero(seen))
-        return Kinds(easy, known - easy - hopeless, hopeless, len(seen) - known)
+        count = int(np.count_nonzero(seen))
+        return Kinds(easy, count - easy - hopeless, hopeless, len(seen) - count)
 
     def _age(self, version: int | None) -> bool:
         """Let the answers so far count less, if `version` is newer than all of them."""

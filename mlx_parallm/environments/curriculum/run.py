@@ -1,5 +1,5 @@
-"""What an environment and a run make of `RowDraws`: the draws of a data set's rows, their file in
-the run's directory, and their numbers in metrics.jsonl."""
+"""`RowDraws` of an environment and of a run: the draws of a data set's rows, their file in the run's
+directory, and their numbers in metrics.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("environments")
 
 
-class Scored(Protocol):
+class RowSource(Protocol):
     """The part of an `EnvironmentSource` with rows that `draws_of_rows` uses."""
 
     config: EnvironmentConfig
@@ -27,7 +27,7 @@ class Scored(Protocol):
     rewards: RewardFunctions
 
 
-def draws_of_rows(source: Scored, rows: Sequence[DataRow]) -> RowDraws | None:
+def draws_of_rows(source: RowSource, rows: Sequence[DataRow]) -> RowDraws | None:
     """Return the draws of an environment's training rows; None: it has none, for it is evaluated
     alone. Raises ConfigError: no such reward, or a bad pass rate."""
     config, names = source.config, source.rewards.names
@@ -64,8 +64,8 @@ def keep_draws(run: Path, sources: Iterable[Drawing]) -> None:
     kept = DrawLog(run / DRAWS_FILE)
     others: Counter[str] = Counter()
     for _, entry in kept.read() if by_name else ():
-        if (known := by_name.get(entry["environment"])) is not None:
-            known.replay(entry)
+        if (draws := by_name.get(entry["environment"])) is not None:
+            draws.replay(entry)
         else:
             others[entry["environment"]] += 1
     for name, entries in others.items():
