@@ -1,5 +1,5 @@
-"""`RowDraws` of an environment and of a run: the draws of a data set's rows, their file in the run's
-directory, and their numbers in metrics.jsonl."""
+"""`RowDraws` of an environment and of a run: the draws of a data set's rows, their file in the
+run's directory, and their numbers in metrics.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
