@@ -11,8 +11,8 @@ from string import ascii_lowercase
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import resolve_model_path
@@ -130,6 +130,8 @@ def impossible_requests(directory: Path, seed: int, variant: Sequence[str]) -> N
         ]
         random.Random(seed if file == "rows" else 0).shuffle(rows)
         write_rows(directory / f"{file}.jsonl", rows)
+
+
 def three_kinds_of_rows(directory: Path, seed: int, variant: Sequence[str]) -> None:
     """Rows of the built-in task `reverse`: a fifth that the shipped model answers right now and
     then, three fifths with an answer that no policy gives, and a fifth that it answers right
