@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any
 
 from mlx_parallm.errors import EngineUnavailableError, ModelNotFoundError
 from mlx_parallm.types import (
@@ -34,6 +35,23 @@ HEALTHY = EngineStats(
 )
 
 
+class TimeFromTheHang:
+    """In place of the `asyncio` of the server's layers: a request's time limit begins where the
+    engine hangs. A busy machine may need all of a short one to come there."""
+
+    def __init__(self, engine: "FakeEngine") -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    def timeout(self, seconds: float | None) -> asyncio.Timeout:
+        limit = asyncio.timeout(None)
+        if seconds is not None:
+            self._engine.limits.append((limit, seconds))
+        return limit
+
+
 class FakeEngine:
     """Answers token 5 `max_tokens` times; `behaviour` is what goes wrong: "fail", "crash",
     "unavailable" or "hang"."""
@@ -45,6 +63,7 @@ class FakeEngine:
         self.running = 0
         self.cancelled = 0
         self.current = HEALTHY
+        self.limits: list[tuple[asyncio.Timeout, float]] = []  # that begin in a hang
 
     def stats(self) -> EngineStats:
         if self.current is not HEALTHY:
@@ -95,6 +114,9 @@ class FakeEngine:
             raise ZeroDivisionError("secret detail")
         if self.behaviour == "hang":
             self.running += 1
+            if self.limits:
+                limit, seconds = self.limits.pop()
+                limit.reschedule(asyncio.get_running_loop().time() + seconds)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:

@@ -11,9 +11,10 @@ import pytest
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.server import middleware
 from mlx_parallm.server.thread import bind_socket
 from mlx_parallm.system.log import configure_logging
-from tests.server.fake_engine import HEALTHY, FakeEngine
+from tests.server.fake_engine import HEALTHY, FakeEngine, TimeFromTheHang
 from tests.server.serving import running_server
 from tests.waiting import until
 
@@ -240,8 +241,9 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
         assert not drain.is_alive() and answers[0].status_code == 200
 
 
-def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_tokenizer):
+def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_tokenizer, monkeypatch):
     engine = FakeEngine("hang")
+    monkeypatch.setattr(middleware, "asyncio", TimeFromTheHang(engine))
     with (
         running_server(
             engine, tiny_tokenizer, config=ServerConfig(request_timeout_s=0.2)

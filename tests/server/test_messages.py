@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.rollout_store.completions import KeptCompletions
-from tests.server.fake_engine import FakeEngine
+from mlx_parallm.server import middleware
+from tests.server.fake_engine import FakeEngine, TimeFromTheHang
 from tests.server.scripted_answers import (
     HERMES_TEMPLATE,
     ScriptedEngine,
@@ -276,7 +277,7 @@ def refusing(tiny_engine, tiny_tokenizer):
         yield http
 
 
-def test_every_layers_errors_raise_the_clients_own_classes(tiny_tokenizer):
+def test_every_layers_errors_raise_the_clients_own_classes(tiny_tokenizer, monkeypatch):
     with serving(tiny_tokenizer, FakeEngine(), deps={"api_key": "sk-right"}) as client:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**asking())
@@ -294,8 +295,10 @@ def test_every_layers_errors_raise_the_clients_own_classes(tiny_tokenizer):
     ):
         client.messages.create(**asking(stream=True))
     assert caught.value.body["error"]["type"] == "overloaded_error"
-    for behaviour, seconds, kind in (("crash", 0.0, "api_error"), ("hang", 0.3, "timeout_error")):
-        with serving(tiny_tokenizer, FakeEngine(behaviour), request_timeout_s=seconds) as client:
+    for behaviour, seconds, kind in (("crash", 0.0, "api_error"), ("hang", 0.05, "timeout_error")):
+        engine = FakeEngine(behaviour)
+        monkeypatch.setattr(middleware, "asyncio", TimeFromTheHang(engine))
+        with serving(tiny_tokenizer, engine, request_timeout_s=seconds) as client:
             with pytest.raises(anthropic.APIStatusError) as caught:
                 list(client.messages.create(**asking(stream=True)))
             assert caught.value.body["error"]["type"] == kind and "secret" not in str(caught.value)

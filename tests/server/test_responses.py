@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.rollout_store.completions import KeptCompletions
+from mlx_parallm.server import middleware
 from mlx_parallm.server.responses.output import TextLogprobs
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, TimeFromTheHang
 from tests.server.scripted_answers import (
     HERMES_TEMPLATE,
     ScriptedEngine,
@@ -351,7 +352,9 @@ def test_what_no_json_text_holds_is_refused_where_it_would_be_repeated(client):
             assert answer.status_code == 400 and words in answer.text
 
 
-def test_a_failure_has_its_status_before_the_stream_and_its_event_in_it(tiny_tokenizer):
+def test_a_failure_has_its_status_before_the_stream_and_its_event_in_it(
+    tiny_tokenizer, monkeypatch
+):
     with (
         serving(tiny_tokenizer, FakeEngine("unavailable")) as client,
         pytest.raises(openai.InternalServerError),
@@ -360,7 +363,9 @@ def test_a_failure_has_its_status_before_the_stream_and_its_event_in_it(tiny_tok
     with serving(tiny_tokenizer, FakeEngine("crash")) as client:
         events = list(client.responses.create(model="default", input="a", stream=True))
         assert events[-1].type == "error" and "secret" not in events[-1].message
-    with serving(tiny_tokenizer, FakeEngine("hang"), request_timeout_s=0.3) as client:
+    engine = FakeEngine("hang")
+    monkeypatch.setattr(middleware, "asyncio", TimeFromTheHang(engine))
+    with serving(tiny_tokenizer, engine, request_timeout_s=0.05) as client:
         last = list(client.responses.create(model="default", input="a", stream=True))[-1]
         assert (last.type, last.code) == ("error", "timeout")
 

@@ -167,8 +167,10 @@ class Servers:
             self._note_failure(server)
             raise
         finally:
-            server.leave()
-            await session.close()
+            try:
+                await session.close()
+            finally:
+                server.leave()
 
     async def _opened(self, reset: Mapping[str, Any]) -> tuple[Server, ServerSession, ServerStep]:
         failures, until = 0, time.monotonic() + self._wait_s

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Response
+from websockets.protocol import State
 from websockets.sync.server import serve
 
 METADATA = {"additionalProperties": True, "title": "Metadata", "type": "object"}
@@ -105,7 +106,8 @@ def called(name, value):
 
 
 class ProtocolServer:
-    """Serves `environment` on a thread; `messages` has what came, `live` counts the open sessions.
+    """Serves `environment` on a thread; `messages` has what came, `most_live` is how many sessions
+    were open at once.
 
     `before(socket, message)` is called with every message but the last one; what it returns is
     sent in the place of an answer.
@@ -113,7 +115,8 @@ class ProtocolServer:
 
     def __init__(self, environment=Count, *, most=1000, before=None, port=0):
         self.environment, self.most, self.before = environment, most, before
-        self.live, self.most_live, self.messages = 0, 0, []
+        self.most_live, self.messages = 0, []
+        self._sockets = set()
         self._lock = threading.Condition()
         self._server = serve(
             self._session, "127.0.0.1", port, process_request=self._http, close_timeout=0.2
@@ -130,7 +133,12 @@ class ProtocolServer:
     def is_left(self):
         """Whether every session ends."""
         with self._lock:
-            return self._lock.wait_for(lambda: self.live == 0, timeout=10)
+            return self._lock.wait_for(lambda: not self._sockets, timeout=10)
+
+    def wait_for_sessions(self, count):
+        """Wait until so many were open at once."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: self.most_live >= count, timeout=10)
 
     def _http(self, connection, request):
         pages = {"/health": {"status": "healthy"}, "/schema": {"action": self.environment.schema}}
@@ -146,9 +154,12 @@ class ProtocolServer:
 
     def _session(self, socket):
         with self._lock:
-            self.live += 1
-            self.most_live = max(self.live, self.most_live)
-            full = self.live > self.most
+            self._sockets.add(socket)
+            # one that its client has closed may not have noticed it yet
+            open_now = sum(each.state is State.OPEN for each in self._sockets)
+            self.most_live = max(open_now, self.most_live)
+            full = open_now > self.most
+            self._lock.notify_all()
         try:
             if full:
                 socket.send(_error("Server at capacity: 1/1 sessions active", "CAPACITY_REACHED"))
@@ -157,7 +168,7 @@ class ProtocolServer:
                 self._serve(socket, self.environment())
         finally:
             with self._lock:
-                self.live -= 1
+                self._sockets.remove(socket)
                 self._lock.notify_all()
 
     def _serve(self, socket, environment):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.openenv import session
 from mlx_parallm.environments.openenv.actions import Actions, Observations, text_field
 from mlx_parallm.environments.openenv.servers import _check_schema
 from mlx_parallm.environments.openenv.session import ActionRefusedError, ServerSession, _step_result
@@ -229,12 +230,15 @@ async def test_an_answer_without_a_call_ends_an_episode_of_tools(tokenizer, serv
 # ---------------------------------------------------------------------- many at once, and losses
 
 
-async def test_episodes_wait_for_a_session_of_a_server_that_is_full(tokenizer, serving):
+async def test_episodes_wait_for_a_session_of_a_server_that_is_full(
+    tokenizer, serving, monkeypatch
+):
+    monkeypatch.setattr(session, "CLOSE_TIMEOUT_S", 30.0)  # no session is left open by a late end
     server = serving(most=2)
     result, _ = await played(tokenizer, source(server), right, size=8)
     assert result.failure is None, result.failure
     assert [rollout.reward for rollout in result.group.rollouts] == [2.0] * 8
-    limited = serving()
+    limited = serving(before=lambda socket, message: limited.wait_for_sessions(3))
     await played(tokenizer, source(limited, max_sessions=3), right, size=9)
     assert limited.most_live == 3
 
@@ -266,7 +270,7 @@ async def test_a_lost_episode_has_a_reason(tokenizer, serving, way):
 
     released = threading.Event()
     server = serving(Fails if way == "fails" else Count, before=None if way == "fails" else before)
-    built = source(server, message_timeout_s=0.3)
+    built = source(server, **{"message_timeout_s": 0.3} if way == "hangs" else {})
     result, _ = await played(tokenizer, built, right, size=1)
     released.set()
     reason = {
