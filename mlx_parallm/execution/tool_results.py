@@ -2,7 +2,6 @@
 calls gave at another time."""
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest 
 # characters of a text, or of a structured result as JSON; a larger one is a failure
 LARGEST_RESULT = 1_000_000
 WRAPPED = 4  # how often a result may be JSON within a text, or all that "result" holds
-FENCED = re.compile(r"^\s*```(?:json)?\s*\n(.*)\n\s*```\s*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,21 @@ class ToolResult:
                 content = content["result"]
             elif isinstance(content, str):
                 try:
-                    content = json.loads(FENCED.sub(r"\1", content))
+                    content = json.loads(_unfenced(content))
                 except (ValueError, RecursionError):
                     break
             else:
                 break
         return None if self.structured is None and content is self.text else content
+
+
+def _unfenced(text: str) -> str:
+    """Return what stands in a fence that is the whole text; another text as it is."""
+    fence, bare = "```", text.strip()
+    first, line_end, rest = bare.partition("\n")
+    if line_end and first.rstrip() in (fence, f"{fence}json") and rest.endswith(fence):
+        return rest.removesuffix(fence)
+    return text
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:

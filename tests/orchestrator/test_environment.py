@@ -208,7 +208,10 @@ def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:
         ('```json\n{"distance": 1}\n```', None, {"distance": 1}),
         ('{"result": {"distance": 1}}', None, {"distance": 1}),
         ('"{\\"distance\\": 1}"', None, {"distance": 1}),
+        (' \n```\n {"distance": 1}\n\n ```\n', None, {"distance": 1}),
+        ("```json\n1\n```\nand more", None, None),
         ("[" * 200_000, None, None),
+        ("```\n" + "\n" * 100_000 + "```?", None, None),  # a pattern took days
     ],
 )
 def test_json_that_a_tool_answers_as_text_is_its_result(

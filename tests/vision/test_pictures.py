@@ -147,6 +147,17 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
         open_picture(many, 1 << 20)
 
 
+def test_a_jpeg_of_much_exif_is_refused_before_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20 MB of small parts were joined for 50 s."""
+    data, part = file_of(noise(8, 8), "JPEG"), b"\xff\xe1\x00\x0aExif\0\0ab"
+    assert open_picture(data[:2] + part * 100 + data[2:], MOST).size == (8, 8)
+    monkeypatch.setattr(Image, "open", None)
+    with pytest.raises(PictureError, match="101 parts of EXIF: at most 100"):
+        open_picture(data[:2] + part * 101 + data[2:], MOST)
+
+
 def test_a_pictures_faults_write_no_lines_of_log() -> None:
     """A file of 60 kB had Pillow warn five thousand times."""
     tags = b"".join(struct.pack("<HHII", tag, 2, 60_000, 8) for tag in range(50))

@@ -64,7 +64,7 @@ class ChatFeedbackBody(Body):
         return self
 
     def value(self, kept: KeptAnswer) -> tuple[Kind, float | None]:
-        """An edit is compared as far as the answer is kept; a long one takes its time."""
+        """An edit is compared as far as the answer is kept."""
         if self.rating is not None:
             words = {"up": 1.0, "down": -1.0}
             return "thumb", words[self.rating] if isinstance(self.rating, str) else self.rating

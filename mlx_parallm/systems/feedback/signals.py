@@ -5,16 +5,14 @@ running mean of the rewards of its task is what it is compared with, because a c
 to its prompt and no group.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Literal, get_args
 
 Kind = Literal["thumb", "edit", "message", "regenerate", "tool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The strongest first."""
-LONGEST_COMPARED = 20_000
-"""Characters of an answer that an edit is compared with; the rest counts as kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +36,28 @@ def strongest(values: Mapping[str, float]) -> tuple[Kind, float] | None:
 def edit_value(answer: str, edited: str) -> float | None:
     """Return minus the share of an answer that an edit changed; None: only white space differs.
 
-    The share is 1 - 2 M / T of difflib's longest common blocks: M equal characters, T characters of
-    both texts. Worked: "abcd" → "abxd" has M = 3 (ab, d), T = 8: -(1 - 6/8) = -0.25.
+    The share is 1 - 2 M / T: M characters of their longest common subsequence, T characters of
+    both texts. Worked: "abcd" → "abxd" has M = 3 (abd), T = 8: -(1 - 6/8) = -0.25.
     """
     if answer.split() == edited.split():
         return None
-    first, second = answer[:LONGEST_COMPARED], edited[:LONGEST_COMPARED]
-    return SequenceMatcher(None, first, second, autojunk=False).ratio() - 1.0
+    return 2 * _common(answer, edited) / (len(answer) + len(edited)) - 1.0
+
+
+def _common(first: str, second: str) -> int:
+    """Return the length of the longest common subsequence.
+
+    A row of its table is the bits of one number (Hyyrö 2004), so that any two texts of 4,000
+    characters take some 5 ms. difflib's blocks take seconds for "a a a …".
+    """
+    places: dict[str, int] = defaultdict(int)
+    for place, sign in enumerate(first):
+        places[sign] |= 1 << place
+    every = row = (1 << len(first)) - 1  # a 0 bit: the length grows there
+    for sign in second:
+        kept = row & places.get(sign, 0)
+        row = (row + kept) | (row - kept)
+    return len(first) - (row & every).bit_count()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,11 @@ MOST_STRETCHED = 200  # times as long as wide
 MOST_SCANS = 100
 """Of a progressive JPEG, which encoders write in about ten. Each one is decoded over the whole
 picture, so a small file of many takes minutes."""
+MOST_EXIF = 100
+"""Parts of a JPEG's EXIF, each of at most 64 KB. They are joined one by one as it is opened."""
 _SCAN = b"\xff\xda"  # in compressed data a byte 255 has 0 behind it
+_EXIF = b"Exif\0\0"
+_JPEG = b"\xff\xd8"
 _SVG = (b"<svg", b"<?xml", b"<!doctype svg")
 _DAMAGED = (
     OSError,
@@ -46,6 +50,8 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
     Raises PictureError."""
     if data[:512].lstrip().lower().startswith(_SVG):
         raise PictureError(f"SVG is not read: expected {', '.join(FORMATS)}")
+    if data.startswith(_JPEG) and (parts := data.count(_EXIF)) > MOST_EXIF:
+        raise PictureError(f"it is a JPEG of {parts} parts of EXIF: at most {MOST_EXIF} are read")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             _check(picture, max_pixels)
