@@ -220,7 +220,7 @@ class ScoreQueue:
 
     def text(self, request: Request, adapter: AdapterSlot | None) -> Score:
         """Return a request's prompt as a text to be scored. Raises RequestError
-        (`EngineCompanion.check_scored`)."""
+        (`companions.companion`)."""
         self._companions.check_scored(request)
         params = request.params
         score = Score(

@@ -49,7 +49,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]  # negative: `EngineCompanion.carry`
+    prompt: tuple[int, ...]  # negative: `PlaceholderReader.carry`
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"

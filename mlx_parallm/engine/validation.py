@@ -29,7 +29,7 @@ class RequestLimits:
     default_max_tokens: int | None = None
     # memory of a position of a prompt that is computed, over that of a row's position
     prompt_cost: float = 1.0
-    # the engine's companion's (`EngineCompanion.placeholder`)
+    # of the engine's `PlaceholderReader`
     placeholder: int | None = None
     ends_thinking: bool = False  # the end of reasoning has a marker
 

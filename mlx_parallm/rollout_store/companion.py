@@ -45,8 +45,9 @@ class RolloutCompanion:
         """Return fields that belong to the prompt alone."""
         return {}
 
-    def refusal(self, request: Request) -> str | None:
-        """Say why an answer to this request is not kept for training; None: it may be."""
+    def unkept(self, request: Request) -> str | None:
+        """Name what this request has that is not kept for training, nor then its answer; None: it
+        has nothing of the kind."""
         return None
 
     # ------------------------------------------------------------------ checks

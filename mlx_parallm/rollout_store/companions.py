@@ -16,9 +16,10 @@ COMPANIONS: tuple[RolloutCompanion, ...] = (
 )
 
 
-def refusal_of(request: Request) -> str | None:
-    """Say why answers to a request are not kept for training; None: they may be."""
-    return next(filter(None, (each.refusal(request) for each in COMPANIONS)), None)
+def unkept_of(request: Request) -> str | None:
+    """Name what a request has that is not kept for training, nor then its answers; None: they may
+    be kept."""
+    return next(filter(None, (each.unkept(request) for each in COMPANIONS)), None)
 
 
 def of_prompt(rollout: Rollout) -> dict[str, Any]:

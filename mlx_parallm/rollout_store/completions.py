@@ -18,7 +18,7 @@ from itertools import chain
 
 from mlx_parallm.errors import RefusedError, RequestError, RolloutRejectedError
 from mlx_parallm.rollout_store.checks import check_group
-from mlx_parallm.rollout_store.companions import COMPANIONS, refusal_of
+from mlx_parallm.rollout_store.companions import COMPANIONS, unkept_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import (
@@ -103,8 +103,8 @@ class KeptCompletions:
         if not all(request.samples_from(self._policy_adapter) for request in requests):
             reason = "was not sampled from the policy that is being trained, but from another model"
             refusal = 409, reason
-        elif refused := next(filter(None, map(refusal_of, requests)), None):
-            refusal = 409, refused
+        elif unkept := next(filter(None, map(unkept_of, requests)), None):
+            refusal = 409, f"is an answer to {unkept}, which are not kept for training"
         else:
             groups = (
                 _unscored(request, parts) for request, parts in zip(requests, choices, strict=True)

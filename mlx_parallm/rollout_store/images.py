@@ -30,8 +30,8 @@ class StoredImages(RolloutCompanion):
     def of_prompt(self, rollout: Rollout) -> dict[str, Any]:
         return {"images": rollout.images}
 
-    def refusal(self, request: Request) -> str | None:
-        return "is an answer to images, which are not kept for training" if request.images else None
+    def unkept(self, request: Request) -> str | None:
+        return "images" if request.images else None
 
     def pack(self, segment: Rollout, shared: Any) -> tuple[dict[str, Any], Iterable[bytes]]:
         return {"images": list(segment.images)} if segment.images else {}, ()

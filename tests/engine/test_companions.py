@@ -8,9 +8,10 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.engine.companions.companion import (
-    EngineCompanion,
     EngineCompanions,
+    PlaceholderReader,
     SequenceRecord,
+    TokenRecorder,
 )
 from mlx_parallm.engine.live_requests import Finished, StreamDelta
 from tests.engine.helpers import qwen3_model, request, run, serve
@@ -43,9 +44,7 @@ class Place(SequenceRecord):
         return {self._field: (bytes(self.data[since:]).hex(), [(at, p.hex()) for at, p in prompt])}
 
 
-class Places(EngineCompanion):
-    records = True
-
+class Places(TokenRecorder):
     def __init__(self, noting: Noting, field: str, place, *, prompts: bool = True) -> None:
         self._noting, self._field, self._place = noting, field, place
         self.records_prompts = prompts
@@ -109,8 +108,23 @@ def test_a_companion_without_prompts_gets_none_beside_one_that_has_them() -> Non
 def test_one_companion_alone_may_have_placeholders() -> None:
     """The second one's would be read as words."""
 
-    class Shown(EngineCompanion):
+    class Shown(PlaceholderReader):
         placeholder = 3
 
+        def carry(self, request):
+            return None
+
+        def read(self, *pieces):
+            raise AssertionError("nothing is read")
+
     with pytest.raises(AssertionError, match="two companions"):
-        EngineCompanions([Shown(), EngineCompanion(), Shown()])
+        EngineCompanions([Shown(), Shown()])
+
+
+@pytest.mark.parametrize("kind", [PlaceholderReader, TokenRecorder])
+def test_a_companion_that_lacks_a_method_is_not_made(kind: type) -> None:
+    wanted = kind.__abstractmethods__
+    for left_out in sorted(wanted):
+        named = dict.fromkeys(wanted - {left_out}, lambda self, *given: None)
+        with pytest.raises(TypeError, match=left_out):
+            type("Third", (kind,), named)()

@@ -1,8 +1,9 @@
 """The seam for what travels with sequences through an engine, beside their tokens.
 
-A companion has placeholders in prompts, which forwards read as something else (`placeholder`), or
-a column for each token of a forward, which answers give back (`records`). makers.py lists the
-makers. An engine without companions asks nobody, and a decode step asks once for all rows.
+A companion is a `PlaceholderReader`, which has placeholders in prompts that forwards read as
+something else, or a `TokenRecorder`, which has a column for each token of a forward, which answers
+give back. It may be both. makers.py lists the makers. An engine without companions asks nobody, and
+a decode step asks once for all rows.
 
     a request becomes sequences    check_scored, carry, record
     prompts, before a forward      prepare
@@ -14,6 +15,7 @@ makers. An engine without companions asks nobody, and a decode step asks once fo
 The check of a request knows no MLX (`validation.REQUEST_CHECKS`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
@@ -82,35 +84,33 @@ class SequenceRecord:
         return {}
 
 
-class EngineCompanion:
-    """Something that travels with sequences. The defaults carry nothing. One thread's, the
-    engine's."""
+class _Companion(ABC):
+    """What both kinds are asked. One thread's, the engine's."""
 
-    placeholder: int | None = None
-    """Token of prompts in whose place a forward reads something else; None: it has none."""
-    records = False
-    """Whether it has a column for each token of a forward."""
-    records_prompts = False
-    """Whether the tokens of prompts have one too."""
     no_drafts: ClassVar[str] = ""
     """Why texts are not drafted beside it; "" if they are."""
 
     def check_scored(self, request: Request) -> None:
         """Raises RequestError: chunks of this prompt cannot be scored."""
 
+    def keep_only(self, adapters: Collection[int], base_serial: int) -> None:
+        """Drop what other weights computed: serials of adapters, and the base's."""
+
+
+class PlaceholderReader(_Companion):
+    """Something in whose place prompts have a token of their own."""
+
+    @property
+    @abstractmethod
+    def placeholder(self) -> int:
+        """Return the token of prompts in whose place a forward reads something else."""
+
+    @abstractmethod
     def carry(self, request: Request) -> tuple[tuple[int, ...], Carried] | None:
         """Return a prompt with numbers below 0 in the place of its placeholders, which tell what is
         there, and what belongs to them; None: it has none. Raises RequestError."""
-        return None
 
-    def record(self) -> SequenceRecord:
-        """Return the empty record of a sequence. Only if `records`."""
-        raise NotImplementedError
-
-    def prepare(self, pieces: Iterable[TextPiece], base_serial: int) -> list["mx.array"]:
-        """Return arrays to be evaluated, which forwards of these pieces will need."""
-        return []
-
+    @abstractmethod
     def read(
         self,
         pieces: SequenceOf[tuple[int, ...]],
@@ -121,20 +121,33 @@ class EngineCompanion:
     ) -> tuple["mx.array", AbstractContextManager[Any]]:
         """Return ids [rows, width] of pieces of texts that begin at the place `start`, padded with
         0, and the context in which a forward reads them, by the weights of now, whose base has this
-        serial. Only with a `placeholder`."""
-        raise NotImplementedError
+        serial."""
+
+    def prepare(self, pieces: Iterable[TextPiece], base_serial: int) -> list["mx.array"]:
+        """Return arrays to be evaluated, which forwards of these pieces will need."""
+        return []
 
     def decoding(self, rows: SequenceOf[Text]) -> AbstractContextManager[Any]:
-        """Return the context of a decode step of rows, once for all. Only with a `placeholder`."""
+        """Return the context of a decode step of rows, once for all."""
         return nullcontext()
 
-    def recording(self) -> AbstractContextManager[Callable[[], "mx.array"]]:
-        """Record a forward in this context, and return what then gives [tokens, …] of it. Only if
-        `records`."""
-        raise NotImplementedError
 
-    def keep_only(self, adapters: Collection[int], base_serial: int) -> None:
-        """Drop what other weights computed: serials of adapters, and the base's."""
+class TokenRecorder(_Companion):
+    """Something of which a forward has a column for each of its tokens."""
+
+    records_prompts = False
+    """Whether the tokens of prompts have one too."""
+
+    @abstractmethod
+    def record(self) -> SequenceRecord:
+        """Return the empty record of a sequence."""
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[Callable[[], "mx.array"]]:
+        """Record a forward in this context, and return what then gives [tokens, …] of it."""
+
+
+EngineCompanion = PlaceholderReader | TokenRecorder
 
 
 class EngineCompanions:
@@ -142,10 +155,10 @@ class EngineCompanions:
 
     def __init__(self, companions: Iterable[EngineCompanion] = ()) -> None:
         self.all = tuple(companions)
-        readers = [each for each in self.all if each.placeholder is not None]
+        readers = [each for each in self.all if isinstance(each, PlaceholderReader)]
         assert len(readers) <= 1, "two companions of an engine have placeholders in prompts"
         self.reader = readers[0] if readers else None
-        self.recorders = tuple(each for each in self.all if each.records)
+        self.recorders = tuple(each for each in self.all if isinstance(each, TokenRecorder))
         self.records_prompts = any(each.records_prompts for each in self.recorders)
 
     @property

@@ -17,8 +17,8 @@ import numpy as np
 
 from mlx_parallm.engine.companions.companion import (
     Carried,
-    EngineCompanion,
     ModelToServe,
+    PlaceholderReader,
     Text,
     TextPiece,
 )
@@ -57,7 +57,7 @@ FeatureKey = tuple[int, int, int]
 """An image's digest; serials of the adapter and of the base that its features were computed by."""
 
 
-class ImageFeatures(EngineCompanion):
+class ImageFeatures(PlaceholderReader):
     """Features by image and weights, least recently used first; at most `encoder.cache_bytes`, and
     those of the prompts that `prepare` was last called for.
 
@@ -76,11 +76,14 @@ class ImageFeatures(EngineCompanion):
         self.table = table
         self.encoded = 0  # images, since the start
         self._encoder, self._activate = encoder, activate
-        self.placeholder = encoder.token_id
         self._parts = tuple(encoder.modules)
         self._outputs = TowerOutputs(encoder)
         self._kept: OrderedDict[FeatureKey, mx.array] = OrderedDict()
         self._base_serial = 0
+
+    @property
+    def placeholder(self) -> int:
+        return self._encoder.token_id
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.engine.companions.companion import EngineCompanion, ModelToServe, SequenceRecord
+from mlx_parallm.engine.companions.companion import ModelToServe, SequenceRecord, TokenRecorder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.replay import REPEATED, REPEATED_PROMPTS
@@ -38,14 +38,13 @@ class ExpertRecord(SequenceRecord):
         return RoutedExperts(self._layers, self._each, ids, self._wide)
 
 
-class RecordedRouting(EngineCompanion):
+class RecordedRouting(TokenRecorder):
     """
     Args:
         shape: (layers, experts a token, experts) of a model that `prepare_routing` has prepared.
         prompts: those of the prompts' computed tokens are recorded too.
     """
 
-    records = True
     no_drafts = "the experts of sampled tokens are recorded"
 
     def __init__(self, shape: tuple[int, int, int], *, prompts: bool = False) -> None:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from mlx_parallm.errors import StoreError
+from mlx_parallm.rollout_store.companions import unkept_of
 from mlx_parallm.rollout_store.completions import Choice, rollout_of
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.server.protocol.openai import ChatBody
@@ -22,7 +23,7 @@ ENVIRONMENT = "feedback"
 NOT_THE_POLICY = "another model than the policy answered"
 SECRET = "a secret or name was replaced in the chat: its tokens would show it"
 BROKEN_OFF = "the answer was broken off before its end, or nothing was sampled"
-IMAGES = "the chat has images"
+UNKEPT = "the chat has {}"
 TOKENS = "the prompt came as tokens, in which no secrets are looked for"
 CONTINUED = "the answer continues with a message of the client's"
 
@@ -70,8 +71,8 @@ class ChatObserver(ObservedCall):
             index = parts[0].index
             if not self._is_policy(request):
                 self._rollouts[index] = NOT_THE_POLICY
-            elif request.images:
-                self._rollouts[index] = IMAGES
+            elif unkept := unkept_of(request):
+                self._rollouts[index] = UNKEPT.format(unkept)
             else:
                 self._rollouts[index] = rollout_of(request, parts)
 

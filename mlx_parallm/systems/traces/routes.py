@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.rollout_store.companions import refusal_of
+from mlx_parallm.rollout_store.companions import unkept_of
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.api import chat
 from mlx_parallm.server.api.status import list_models
@@ -146,7 +146,7 @@ class _CallObserver(ObservedCall):
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [parts] = requests, choices
-        if refusal_of(request) is not None:  # nothing can be trained on
+        if unkept_of(request) is not None:  # nothing can be trained on
             return
         policy = self._is_policy(request)
         self._tokens = {part[0].index: _sampled(request, part, policy) for part in parts}
