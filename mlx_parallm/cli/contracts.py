@@ -35,7 +35,7 @@ from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import ConfigError, ModelError, ParallmError
 from mlx_parallm.models.adapters.linear import SVDLinear
-from mlx_parallm.models.experts.replay import EXPERTS
+from mlx_parallm.models.experts.targets import number_of_experts
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
@@ -258,7 +258,7 @@ def bytes_a_token(loaded: LoadedModel) -> int:
     experts."""
     sizes = {path: array.nbytes for path, array in tree_flatten(loaded.model.parameters())}
     text = loaded.config.get("text_config", loaded.config)
-    experts = next((text[key] for key in EXPERTS if text.get(key)), 0)
+    experts = number_of_experts(text)
     chosen = text.get("num_experts_per_tok", experts) / experts if experts else 1.0
     # a tied table is read whole, as the head
     untied = any("lm_head" in path.split(".") for path in sizes)

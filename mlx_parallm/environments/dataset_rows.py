@@ -29,6 +29,7 @@ from mlx_parallm.environments.row_forms import known_row, with_system
 from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
+from mlx_parallm.execution.parts.kinds import all_kinds
 from mlx_parallm.execution.user_code import is_reference, load, shown, user_code
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.log import get_logger
@@ -531,7 +532,7 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
         return value
     if isinstance(value, list | tuple) and value:
         try:
-            return read_messages(value, column, shown=True)
+            return read_messages(value, column, shown=all_kinds())
         except RequestError as error:
             reason = str(error).removeprefix(f"{column}: ")
             raise ConfigError(f"environments: {where}: {reason}") from error

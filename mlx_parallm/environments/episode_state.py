@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlx_parallm.execution.parts.kinds import mark_of
 from mlx_parallm.types import BETWEEN
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -66,8 +67,10 @@ def text_of(prompt: Prompt, after: int = 0) -> str:
 
 
 def shown_text(content: Any) -> str:
-    """Return a message's content as people read it: an image is ⟦image⟧."""
+    """Return a message's content as people read it: a part that is no text is ⟦its kind⟧."""
     if isinstance(content, list | tuple):
-        image = BETWEEN.format("image")
-        return "".join(str(part.get("text", image)) for part in content)
+        return "".join(
+            str(part["text"] if "text" in part else BETWEEN.format(mark_of(part)))
+            for part in content
+        )
     return str(content or "")

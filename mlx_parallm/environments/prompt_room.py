@@ -15,7 +15,8 @@ from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.runner import attempt
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
-from mlx_parallm.execution.prompt_images import image_refs
+from mlx_parallm.execution.parts.kinds import unread_in
+from mlx_parallm.execution.prompt_images import kinds_read
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -123,10 +124,10 @@ def _ids(
     policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None
 ) -> list[int] | None:
     """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat
-    template refuses it. Raises ConfigError: it has images, and the model reads none."""
-    if image_refs(prompt) and policy.tokenizer.image_reader is None:
+    template refuses it. Raises ConfigError: it has parts of a kind that the model does not read."""
+    if unread := unread_in(prompt, kinds_read(policy.tokenizer.image_reader)):
         raise ConfigError(
-            f"environments: {source.name}: its prompts have images, and this model reads none"
+            f"environments: {source.name}: its prompts have {unread}, and this model reads none"
         )
     with attempt() as outcome:
         options: dict[str, object] = {}

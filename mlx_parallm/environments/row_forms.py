@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, RequestError
-from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF, is_image, parts_of
-from mlx_parallm.execution.prompt_images import image_sources
+from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF, parts_of
+from mlx_parallm.execution.parts.kinds import all_kinds, kind_of, source_fields, written_types
 
 SHAREGPT, ALPACA, NEMO_GYM, VALUED = "ShareGPT", "Alpaca", "NeMo Gym", "LLaMA-Factory"
 SAYERS = "ShareGPT's turns"  # under our own names of columns
@@ -171,11 +171,13 @@ def _of_item(item: Any, where: str) -> dict[str, Any]:
 
 
 def _content_of(content: Any, where: str) -> Any:
-    """Return a content as text, or as parts if it shows images. Raises ConfigError."""
-    if isinstance(content, list | tuple) and any(map(is_image, content)):
+    """Return a content as text, or as parts if it has others. Raises ConfigError."""
+    if isinstance(content, list | tuple) and any(map(kind_of, content)):
         try:
-            parts = parts_of(content, where)
-            image_sources([{"role": "user", "content": parts}], where)  # each image has one
+            parts = parts_of(content, where, all_kinds())
+            for index, part in enumerate(content):
+                if kind := kind_of(part):
+                    kind.source(part, f"{where}.0.content.{index}")  # each has one
             return parts
         except RequestError as error:
             raise ConfigError(str(error)) from error
@@ -285,7 +287,7 @@ def _is_valued_part(part: Any) -> bool:
     return (
         isinstance(part, Mapping)
         and part.get("value") is not None
-        and not _has(part, ("text", "image", "image_url", "url"))
+        and not _has(part, ("text", *source_fields()))
     )
 
 
@@ -325,8 +327,8 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
 
 
 def _of_valued(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Read LLaMA-Factory's parts: text, reasoning, calls as JSON, images. Raises ConfigError: a
-    part of another type, or a call that is not JSON."""
+    """Read LLaMA-Factory's parts: text, reasoning, calls as JSON, kinds beside text. Raises
+    ConfigError: a part of another type, or a call that is not JSON."""
     content: list[Any] = []
     made: dict[str, Any] = {}
     for number, part in enumerate(message["content"]):
@@ -344,12 +346,13 @@ def _of_valued(message: dict[str, Any], where: str) -> dict[str, Any]:
             made["reasoning_content"] = made.get("reasoning_content", "") + value
         elif kind == "tool_call" and "tool_calls" in (calls := _called(value)):
             made["tool_calls"] = [*made.get("tool_calls", ()), *calls["tool_calls"]]
-        elif kind in ("image", "image_url"):
-            content.append({"type": "image", "image": value})
+        elif shown := kind_of(part):
+            content.append(shown.part(value))
         else:
             raise ConfigError(
                 f"{where}, {place}: a part of type {kind!r} with the value {value!r:.80}; known are"
-                " text, reasoning, tool_call (JSON with a name) and image_url"
+                " text, reasoning, tool_call (JSON with a name) and"
+                f" {', '.join(written_types())}"
             )
     return {**message, "content": content, **made}
 

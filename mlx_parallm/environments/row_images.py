@@ -15,12 +15,13 @@ from typing import Any
 
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
-from mlx_parallm.execution.chat_messages import is_image, read_messages
+from mlx_parallm.execution.chat_messages import read_messages
+from mlx_parallm.execution.parts.images import IMAGE
+from mlx_parallm.execution.parts.kinds import all_kinds, kind_of
 from mlx_parallm.execution.prompt_images import STORED, data_url_bytes, image_refs, stored_digest
 from mlx_parallm.system.files import local_path, read_bounded, write_atomically
 
 IMAGES = "images"  # folder in the user's cache
-COLUMNS = ("images", "image")
 LONGEST_EXAMPLE = 1000  # characters of a content with its images that a person can still paste
 OTHER_MEDIA = ("videos", "video", "audios", "audio")
 MARK = "<image>"  # LLaVA's and LLaMA-Factory's place of an image in a text
@@ -33,7 +34,7 @@ LARGEST = 256 << 20
 
 def has_images(row: Mapping[str, Any], messages: Any = "") -> bool:
     """Whether a row has images, in its columns or in messages of `read_messages`."""
-    return any(row.get(name) is not None for name in COLUMNS) or (
+    return any(row.get(name) is not None for name in IMAGE.columns) or (
         not isinstance(messages, str)
         and any(not isinstance(message["content"], str) for message in messages)
     )
@@ -99,6 +100,32 @@ def with_row_images(
     return read
 
 
+def put_into_turns(
+    turns: Mapping[str, Sequence[Mapping[str, Any]]],
+    row: Mapping[str, Any],
+    where: str,
+    data: str,
+    *,
+    chat: bool,
+    blind: str | None = None,
+) -> dict[str, Any]:
+    """Return the columns of messages of a row, with its images in each, stored; none: it has none.
+
+    Args:
+        turns: messages of `read_messages`, by their columns.
+        chat: whether there is a chat template; `blind`: who trains on the row and reads none.
+
+    Raises ConfigError.
+    """
+    if not any(has_images(row, messages) for messages in turns.values()):
+        return {}
+    if not chat:
+        refuse_images(row, next(iter(turns.values())), where)
+    if blind is not None:
+        raise ConfigError(f"{where}: {blind} reads no images")
+    return {name: with_row_images(each, row, where, data) for name, each in turns.items()}
+
+
 def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a user's message with a place for an image if its text has `<image>`."""
     content = message["content"]
@@ -125,7 +152,7 @@ def with_stored_images(prompt: Any, what: str) -> Any:
     if isinstance(prompt, str) or not any(map(_waits_to_be_stored, prompt)):
         return prompt
     try:
-        messages = read_messages(prompt, what, shown=True)
+        messages = read_messages(prompt, what, shown=all_kinds())
         return tuple(with_row_images(messages, {}, what, "hf:"))
     except (ConfigError, RequestError) as error:
         raise RolloutRejectedError(str(error)) from error
@@ -171,7 +198,8 @@ def _as_data_url(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def _waits_to_be_stored(message: Any) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
     return isinstance(content, list | tuple) and any(
-        is_image(part) and not str(part.get("image", "")).startswith(STORED) for part in content
+        kind_of(part) is IMAGE and not str(part.get("image", "")).startswith(STORED)
+        for part in content
     )
 
 
@@ -194,7 +222,7 @@ def stored(value: Any, folder: Path, where: str) -> str:
 
 
 def _values(row: Mapping[str, Any], where: str) -> list[Any]:
-    present = [name for name in COLUMNS if row.get(name) is not None]
+    present = [name for name in IMAGE.columns if row.get(name) is not None]
     if len(present) > 1:
         raise ConfigError(f"{where}: the row has both 'images' and 'image': keep one of them")
     if not present:

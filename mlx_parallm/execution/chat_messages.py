@@ -16,9 +16,9 @@ result is plain JSON:
 
 Other fields are carried along, nulls are left out. Other content is refused by its place.
 
-Where images are asked for, a content of a user or a tool with some is a list of parts, {"type":
-"text", "text"} and {"type": "image", …}, whose further fields are the source that the client wrote
-(`execution/prompt_images.py`).
+Where parts beside text are asked for, a content of a user or a tool with some is a list of parts,
+{"type": "text", "text"} and {"type": its kind's name, …}, whose further fields are the source that
+the client wrote (`execution/parts/`).
 """
 
 import json
@@ -27,13 +27,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.parts.kinds import Shown, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 FUNCTION = "function"  # OpenAI's older name of tool
 CUSTOM_ARGUMENT = "input"  # argument of the function that represents a custom tool
-SHOWERS = ("user", "tool")  # whose messages may hold images
-IMAGE_PARTS = ("image_url", "input_image", "image")
+SHOWERS = ("user", "tool")  # whose messages may hold parts beside text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SPEAKERS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_instruction"),
@@ -62,10 +62,10 @@ ROLE_COMPARED = (
 
 
 def read_messages(
-    messages: Iterable[Any], where: str = "messages", *, shown: bool = False
+    messages: Iterable[Any], where: str = "messages", *, shown: Shown = ()
 ) -> list[dict[str, Any]]:
-    """Return messages in the one form. `where` begins the place that an error names; `shown`:
-    users and results of tools may hold them.
+    """Return messages in the one form. `where` begins the place that an error names; `shown`: what
+    users and results of tools may hold beside text.
 
     Raises RequestError: a value that is not a message, content that is not text, a call without a
     name or with arguments that are neither an object nor text.
@@ -174,16 +174,20 @@ def content_text(content: Any, where: str) -> str:
     return PartsText(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
-def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return a content as text, or as a list of parts if it has images. Raises RequestError."""
-    if not isinstance(content, list | tuple) or not any(map(is_image, content)):
+def parts_of(content: Any, where: str, shown: Shown) -> str | list[dict[str, Any]]:
+    """Return a content as text, or as a list of parts if it has some that are `shown`. Raises
+    RequestError."""
+    if not isinstance(content, list | tuple):
+        return content_text(content, where)
+    kinds = [kind_of(part, shown) for part in content]
+    if not any(kinds):
         return content_text(content, where)
     parts: list[dict[str, Any]] = []
-    for index, part in enumerate(content):
-        if is_image(part):
-            parts.append({**part, "type": "image"})
-        else:
+    for index, (part, kind) in enumerate(zip(content, kinds, strict=True)):
+        if kind is None:
             add_text(parts, part_text(part, f"{where}.{index}"))
+        else:
+            parts.append({**part, "type": kind.name})
     return parts
 
 
@@ -193,10 +197,6 @@ def add_text(parts: list[dict[str, Any]], text: str) -> None:
         parts[-1]["text"] += text
     elif text:
         parts.append({"type": "text", "text": text})
-
-
-def is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def part_text(part: Any, where: str) -> str:
@@ -264,7 +264,7 @@ def in_known_roles(
     ]
 
 
-def _message(message: Any, where: str, position: int, shown: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, position: int, shown: Shown) -> dict[str, Any]:
     place = f"{where}.{position}"
     is_object = isinstance(message, Mapping)
     fields = (
@@ -285,7 +285,7 @@ def _message(message: Any, where: str, position: int, shown: bool) -> dict[str, 
         raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
     content: str | list[dict[str, Any]]
     if shown and role in SHOWERS:
-        content = parts_of(fields.pop("content", ""), f"{place}.content")
+        content = parts_of(fields.pop("content", ""), f"{place}.content", shown)
     else:
         content = _content(fields, role, place)
     reasoning = next((fields[name] for name in REASONING if name in fields), None)

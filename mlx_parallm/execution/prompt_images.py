@@ -9,10 +9,11 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.parts.images import IMAGE, ImageSource
+from mlx_parallm.execution.parts.kinds import Shown
 from mlx_parallm.types import ChatTokenizer, PromptImage, Request, Rollout
 
 PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
@@ -21,18 +22,6 @@ CUT = "'truncate_prompt_tokens' would cut into a prompt with images"
 STORED = "sha256:"  # begins the name of an image that this process has stored
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHOWN = 60  # characters of a client's text in an error
-_SOURCES = ("image_url", "image", "url", "source")
-_IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """An image as a client wrote it: a URL, or any value that a reader takes. `where` is the
-    place that errors name."""
-
-    where: str
-    value: Any
-    detail: str | None = None  # OpenAI's: "low", "high", "auto", "original"
 
 
 def stored_digest(name: str) -> str:
@@ -71,13 +60,18 @@ class ImageReader(Protocol):
         """End its threads."""
 
 
+def kinds_read(reader: ImageReader | None) -> Shown:
+    """Return the names of the kinds of parts that a model with this reader reads."""
+    return () if reader is None else (IMAGE.name,)
+
+
 def image_sources(
     messages: Iterable[Mapping[str, Any]], where: str = "messages"
 ) -> list[ImageSource]:
     """Return the images of messages, in their order. `place` of a part is its
     place in the body of another API. Raises RequestError."""
     return [
-        _source(part, str(part.get("place") or f"{where}.{position}.content.{index}"))
+        IMAGE.source(part, str(part.get("place") or f"{where}.{position}.content.{index}"))
         for position, message in enumerate(messages)
         if not isinstance(message["content"], str)
         for index, part in enumerate(message["content"])
@@ -132,15 +126,15 @@ def data_url_bytes(url: str, most: int | None = None) -> bytes:
 
 
 def without_sources(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as a chat template gets them: it sees where images are, and not the
-    megabytes that they are written in."""
+    """Return messages as a chat template gets them: it sees where parts beside text are, and not
+    the megabytes that they are written in."""
     return [
         {
             **message,
             "content": message["content"]
             if isinstance(message["content"], str)
             else [
-                {"type": "image"} if part["type"] == "image" else part
+                part if part["type"] == "text" else {"type": part["type"]}
                 for part in message["content"]
             ],
         }
@@ -239,31 +233,3 @@ def counted_tokens(counts: dict[str, Any], requests: Iterable[Request]) -> dict[
     if tokens := sum(image.tokens for request in requests for image in request.images):
         counts["prompt_tokens_details"]["image_tokens"] = tokens
     return counts
-
-
-def _source(part: Mapping[str, Any], where: str) -> ImageSource:
-    written = {key: value for key, value in part.items() if value is not None}
-    if "file_id" in written:
-        raise RequestError(
-            f"{where}.file_id: this server keeps no files: send the image as a data: URL",
-            param=f"{where}.file_id",
-            code="unsupported_content",
-        )
-    keys = [key for key in _SOURCES if key in written]
-    unknown = sorted(written.keys() - {*_SOURCES, "detail"} - _IGNORED)
-    if len(keys) != 1 or unknown:
-        reason = (
-            f"has no field {unknown[0]!r}" if unknown else f"needs one of {', '.join(_SOURCES)}"
-        )
-        raise RequestError(f"{where}: an image {reason}", param=where)
-    [key] = keys
-    value, detail = written[key], written.get("detail")
-    if isinstance(value, Mapping) and isinstance(value.get("url"), str):  # OpenAI's chat
-        detail = value.get("detail", detail)
-        value = value["url"]
-    if detail not in (None, "auto", "low", "high", "original"):
-        raise RequestError(
-            f"{where}.detail: expected auto, low, high or original, got {detail!r}",
-            param=f"{where}.detail",
-        )
-    return ImageSource(where, value, detail)

@@ -49,6 +49,7 @@ from mlx_parallm.models.adapters.served import (
     serve_switches,
 )
 from mlx_parallm.models.adapters.settings import check_mlx_lm
+from mlx_parallm.models.experts.targets import adaptable, are_experts, check_adapted, refused
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.system.files import is_directory, is_file, local_path
@@ -107,11 +108,6 @@ def linear_shape(layer: nn.Module) -> tuple[int, ...]:
     if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
         in_features = in_features * 32 // layer.bits
     return *experts, in_features, out_features
-
-
-def are_experts(layer: nn.Module) -> bool:
-    """Whether a linear layer is a stack of experts."""
-    return isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
 
 
 def adapted_layer(
@@ -485,17 +481,9 @@ def prepare_for_serving(model: nn.Module) -> LoraContext:
 
 def _target_paths(model: nn.Module, config: LoraConfig) -> list[str]:
     targets, every = config.target_modules, linear_layers(model)
-    layers = {
-        path: layer
-        for path, layer in every.items()
-        if config.routed_experts or not are_experts(layer)
-    }
+    layers = adaptable(every, config)
     paths = _targets(model, targets, layers, set(every) - set(layers))
-    if config.routed_experts and not any(are_experts(layers[path]) for path in paths):
-        raise AdapterError(
-            "lora.routed_experts = true, but the target modules are not stacked experts: leave it"
-            " out, or name those of a mixture of experts"
-        )
+    check_adapted((layers[path] for path in paths), config)
     return paths
 
 
@@ -520,10 +508,7 @@ def _targets(
         if any(_matches(path, target) for path in layers):
             continue
         if any(_matches(path, target) for path in experts):
-            raise AdapterError(
-                f"target module {target!r} is a stack of routed experts: set lora.routed_experts ="
-                " true to give each its own adapter, or adapt attention projections"
-            )
+            raise refused(target)
         names = sorted({path.rsplit(".", 1)[-1] for path in layers})
         raise AdapterError(
             f"target module {target!r} matches no linear layer; there are: {', '.join(names)}"

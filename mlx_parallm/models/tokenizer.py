@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
 from mlx_parallm.execution.json_values import template_arguments
+from mlx_parallm.execution.parts.kinds import Shown
 from mlx_parallm.execution.prompt_images import (
     ImageReader,
     image_refs,
+    kinds_read,
     texts_of,
     with_stored,
     without_images,
@@ -263,10 +265,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        shown: bool = False,
+        shown: Shown = (),
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages`
-        takes them, with what they show or texts alone.
+        takes them; `shown`: what they hold beside texts, without its sources.
 
         Tools that the template has no place for are taught in words (`taught_tools`), and so is
         their history. `teach_tools` False: the caller has seen to that, and reads calls in formats
@@ -287,7 +289,7 @@ class Tokenizer:
                 f"'chat_template_kwargs' cannot set {taken!r}: the template takes no such argument"
             )
             raise RequestError(reason, param="chat_template_kwargs")
-        read = read_messages(messages, shown=shown or self.image_reader is not None)
+        read = read_messages(messages, shown=shown or kinds_read(self.image_reader))
         refs = () if shown else image_refs(read)
         chat = in_known_roles(without_sources(read), self._template_text(tools))
         options: dict[str, Any] = {

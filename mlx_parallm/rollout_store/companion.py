@@ -6,7 +6,7 @@ columns of bytes. companions.py lists them. A training step has its own side of 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_parallm.types import Completion, CompletionDelta, Request, Rollout, RolloutGroup
 
@@ -29,6 +29,13 @@ class SpanRecorder:
 
 class RolloutCompanion:
     """Something that travels with the tokens of a rollout. The defaults carry nothing."""
+
+    shown: ClassVar[str] = ""
+    """Name under which people see it beside the texts of a rollout; "": they do not."""
+
+    def names(self, rollout: Rollout) -> list[str]:
+        """Return what people see of it. Only if it is `shown`."""
+        return []
 
     def recorder(self) -> SpanRecorder:
         return SpanRecorder()

@@ -32,6 +32,11 @@ def answer_metadata(completion: Completion) -> dict[str, Any]:
     return {name: value for each in COMPANIONS for name, value in each.metadata(completion).items()}
 
 
+def shown_of(rollout: Rollout) -> dict[str, list[str]]:
+    """Return what people see beside the texts of a rollout, by its name."""
+    return {each.shown: each.names(rollout) for each in COMPANIONS if each.shown}
+
+
 def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
     """Return a group from outside, whose recorded experts the trainer can repeat: `Experts.fit`."""
     return _EXPERTS.fit(group, experts)

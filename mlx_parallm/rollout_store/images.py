@@ -24,6 +24,12 @@ class ImageRecorder(SpanRecorder):
 class StoredImages(RolloutCompanion):
     """`Rollout.images`, in the header."""
 
+    shown = "images"
+
+    def names(self, rollout: Rollout) -> list[str]:
+        names = (name for segment in rollout.segments for name in segment.images)
+        return [*dict.fromkeys(names)]
+
     def recorder(self) -> SpanRecorder:
         return ImageRecorder()
 

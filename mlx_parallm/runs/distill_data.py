@@ -31,7 +31,7 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.prompt_images import image_refs
+from mlx_parallm.execution.parts.kinds import unread_in
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.inference.types import GenerateOptions
 from mlx_parallm.rewards.base import UNSCORED
@@ -216,8 +216,9 @@ def show(outcome: DistillOutcome, output: Path, console: Console) -> None:
 def _read(settings: DistillSettings) -> tuple[tuple[DataRow, ...], RewardFunctions | None]:
     config = settings.environment()
     split = read_prompts(config, seed=settings.seed)
-    if any(image_refs(row.prompt) for row in (*split.train, *split.heldout)):
-        raise ConfigError("rows with images: a teacher is asked in texts alone")
+    for row in (*split.train, *split.heldout):
+        if unread := unread_in(row.prompt, ()):
+            raise ConfigError(f"rows with {unread}: a teacher is asked in texts alone")
     rows = split.train[: settings.limit]
     for number, row in enumerate(rows, 1):
         if settings.prompt_format == "text" and (row.tools or row.columns.get("tools")):

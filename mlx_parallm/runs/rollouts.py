@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from mlx_parallm.losses.advantages import (
     token_advantages,
 )
 from mlx_parallm.rl_training.monitor.readable import Readable, without_template
+from mlx_parallm.rollout_store.companions import shown_of
 from mlx_parallm.rollout_store.store import GroupRecord
 from mlx_parallm.runs.run import Run
 from mlx_parallm.types import BETWEEN, UNSCORED, Rollout, RolloutGroup
@@ -484,7 +485,7 @@ class _Texts:
         return {
             "zero_advantage": rollout.zero_advantage,
             "extra": dict(rollout.extra),
-            "images": [*dict.fromkeys(chain(*(segment.images for segment in rollout.segments)))],
+            **shown_of(rollout),
             "conversation": [
                 {"role": role, "text": text} for role, text in zip(roles, texts, strict=True)
             ],

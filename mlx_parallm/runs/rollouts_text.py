@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.rollout_store.companions import COMPANIONS
 from mlx_parallm.runs.rollouts import STATES, Answers, Json
 from mlx_parallm.system.terminal import PLAIN_WIDTH, Console, beginning_of, end_of
 
@@ -69,7 +70,7 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
     for rollout in values["rollouts"]:
         yield Text(f"\n#{rollout['number']}", style="bold").append(_facts(rollout, ended=True))
         rows = [("parts", _parts(rollout)), ("error", rollout["error"])]
-        rows += [("images", ", ".join(rollout["images"]))]
+        rows += [(each.shown, ", ".join(rollout[each.shown])) for each in COMPANIONS if each.shown]
         rows += [
             (column, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             for column, value in rollout["extra"].items()

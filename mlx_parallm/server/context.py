@@ -21,7 +21,8 @@ from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.client import CLIENTS, MEMORY
 from mlx_parallm.engine.validation import MOST_ALTERNATIVES, check_alternatives
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.execution.parts.kinds import Shown
+from mlx_parallm.execution.prompt_images import ImageReader, kinds_read
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
@@ -260,6 +261,11 @@ class ServerContext:
     @property
     def image_reader(self) -> ImageReader | None:
         return self.deps.state.parts.image_reader
+
+    @property
+    def shown(self) -> Shown:
+        """Return the kinds of parts beside text that the model reads."""
+        return kinds_read(self.image_reader)
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]:

@@ -141,7 +141,7 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
         )
         raise RequestError(reason, param="messages", code="context_length_exceeded")
     reader = context.image_reader
-    messages = conversation.template_messages(shown=reader is not None)
+    messages = conversation.template_messages(shown=context.shown)
     sources = image_sources(messages)
     contents = [text_of(message["content"]) for message in messages]
     for position, content in enumerate(contents):
@@ -149,7 +149,7 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
     text = context.tokenizer.render_chat_text(
-        without_sources(messages), shown=bool(sources), **options
+        without_sources(messages), shown=context.shown if sources else (), **options
     )
     text, carried = await with_sources(reader, text, sources)
     check_size(context, text, "messages")

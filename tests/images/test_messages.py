@@ -28,8 +28,8 @@ CHAT: list[dict[str, Any]] = [
 
 
 def test_a_users_images_stay_in_their_places() -> None:
-    read = read_messages(CHAT, shown=True)
-    assert read_messages(read, shown=True) == read
+    read = read_messages(CHAT, shown=["image"])
+    assert read_messages(read, shown=["image"]) == read
     kinds = [part["type"] for part in read[1]["content"]]
     assert kinds == ["text", "image", "image", "text"]
     first, second = image_sources(read)
@@ -44,7 +44,7 @@ def test_without_images_they_are_refused_as_before() -> None:
     with pytest.raises(RequestError, match="text parts"):
         read_messages(CHAT)
     with pytest.raises(RequestError, match=r"messages\.0\.content\.0"):
-        read_messages([{"role": "assistant", "content": [{"type": "image"}]}], shown=True)
+        read_messages([{"role": "assistant", "content": [{"type": "image"}]}], shown=["image"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_without_images_they_are_refused_as_before() -> None:
 )
 def test_a_part_that_is_not_understood_is_refused(part: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        image_sources(read_messages([{"role": "user", "content": [part]}], shown=True))
+        image_sources(read_messages([{"role": "user", "content": [part]}], shown=["image"]))
 
 
 def test_each_placeholder_becomes_its_image() -> None:
@@ -71,7 +71,7 @@ def test_each_placeholder_becomes_its_image() -> None:
 
 def test_a_template_that_reads_parts_alone_shows_texts_and_images() -> None:
     assert takes_parts(TEMPLATE)
-    read = read_messages(CHAT, shown=True)
+    read = read_messages(CHAT, shown=["image"])
     text = render_template(TEMPLATE, read, continue_final_message=False, add_generation_prompt=True)
     assert text == (
         "<|im_start|>System: Be brief.<|im_end|>\nUser: First"

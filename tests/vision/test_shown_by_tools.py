@@ -162,7 +162,7 @@ def test_the_prompt_is_the_templates_own_in_every_api(url: str, checkpoint: Path
         {**m, "content": [p if p["type"] == "text" else {"type": "image"} for p in m["content"]]}
         if isinstance(m["content"], list)
         else m
-        for m in read_messages(CHAT, shown=True)
+        for m in read_messages(CHAT, shown=["image"])
     ]
     for message in places:
         for call in message.get("tool_calls", ()):
@@ -216,7 +216,7 @@ def test_a_model_of_texts_names_what_it_does_not_read() -> None:
 
 
 def test_taught_tools_show_the_pictures_of_their_results() -> None:
-    taught = with_taught_tools(read_messages(CHAT, shown=True), [])
+    taught = with_taught_tools(read_messages(CHAT, shown=["image"]), [])
     [_, _, shown] = taught
     assert [part.get("text") for part in shown["content"]] == [
         "<tool_response>\nIt is ",
@@ -235,6 +235,6 @@ def test_rows_keep_the_pictures_of_results(
     row: dict[str, Any] = {"prompt": CHAT}
     if form == "responses":
         row, _ = known_row({"responses_create_params": {"input": RESPONSES["input"]}}, "row 1")
-    read = read_messages(row["prompt"], shown=True)
+    read = read_messages(row["prompt"], shown=["image"])
     stored = with_row_images(read, row, "row 1", str(tmp_path / "rows.jsonl"))
     assert len(image_refs(stored)) == 1

@@ -84,7 +84,7 @@ class SequenceRecord:
         return {}
 
 
-class _Companion(ABC):
+class _Companion:
     """What both kinds are asked. One thread's, the engine's."""
 
     no_drafts: ClassVar[str] = ""
@@ -97,7 +97,7 @@ class _Companion(ABC):
         """Drop what other weights computed: serials of adapters, and the base's."""
 
 
-class PlaceholderReader(_Companion):
+class PlaceholderReader(_Companion, ABC):
     """Something in whose place prompts have a token of their own."""
 
     @property
@@ -132,7 +132,7 @@ class PlaceholderReader(_Companion):
         return nullcontext()
 
 
-class TokenRecorder(_Companion):
+class TokenRecorder(_Companion, ABC):
     """Something of which a forward has a column for each of its tokens."""
 
     records_prompts = False

@@ -5,7 +5,8 @@ from itertools import chain
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
-from mlx_parallm.execution.chat_messages import is_image
+from mlx_parallm.execution.parts.images import IMAGE
+from mlx_parallm.execution.parts.kinds import kind_of
 from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
 from mlx_parallm.faces.atropos.companion import GIVEN, Optional, SentSequences
 from mlx_parallm.server.protocol.fields import ListOf
@@ -30,7 +31,7 @@ class SentImages(SentSequences):
         sent = self.images[number] if self.images else None
         row = [sent] if isinstance(sent, str) else sent or []
         messages = (self.messages or [])[number : number + 1]
-        if not row and any(map(is_image, chain(*map(parts_of, chain(*messages))))):
+        if not row and IMAGE in map(kind_of, chain(*map(parts_of, chain(*messages)))):
             raise RolloutRejectedError(
                 f"sequence {number}: its messages have images, and the field images has none"
             )
@@ -69,14 +70,14 @@ def without_pictures(content: Any) -> Any:
     """Return a message's content with its images' bytes left out."""
     if not isinstance(content, list):
         return content
-    return [{"type": "image"} if is_image(part) else part for part in content]
+    return [{"type": "image"} if kind_of(part) is IMAGE else part for part in content]
 
 
 def refuse_other_media(messages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Raises RolloutRejectedError: messages have parts that are neither text nor images."""
     parts = [part for row in messages for message in row for part in parts_of(message)]
-    kinds = {str(part.get("type", "text"))[:80] for part in parts if not is_image(part)} - {"text"}
-    if kinds:
+    kinds = {str(part.get("type", "text"))[:80] for part in parts if kind_of(part) is not IMAGE}
+    if kinds := kinds - {"text"}:
         raise RolloutRejectedError(
             f"the group carries {', '.join(sorted(kinds))}; the policy reads text and images only"
         )

@@ -24,8 +24,9 @@ from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, split_prompts
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.blockwise import Scores
+from mlx_parallm.models.experts.targets import are_experts
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
+from mlx_parallm.models.lora import linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_parallm.environments.dataset_rows import rows_of
 from mlx_parallm.environments.row_forms import known_row
-from mlx_parallm.environments.row_images import has_images
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.parts.kinds import kind_of_row
 from mlx_parallm.execution.user_code import user_code
 
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
@@ -69,7 +69,7 @@ def read_rows(
     if not rows:
         raise ConfigError(f"{what} has no rows")
     read = DataRows(tuple(rows), _conversational(rows[0]))
-    _refuse_images(read, what)
+    _refuse_columns(read, what)
     return read
 
 
@@ -101,12 +101,12 @@ def with_completions(rows: DataRows, what: str, *, needed: bool) -> DataRows:
     return DataRows(tuple(split), rows.conversational)
 
 
-def _refuse_images(rows: DataRows, what: str) -> None:
-    """Raises ConfigError: images beside prompts that are texts."""
+def _refuse_columns(rows: DataRows, what: str) -> None:
+    """Raises ConfigError: columns of other parts beside prompts that are texts."""
     for number, row in enumerate(rows.rows):
-        if not rows.conversational and has_images(row):
+        if not rows.conversational and (kind := kind_of_row(row)):
             raise ConfigError(
-                f"{what}, row {number}: beside images a prompt is a list of messages,"
+                f"{what}, row {number}: beside {kind.plural} a prompt is a list of messages,"
                 ' [{"role": "user", "content": …}]'
             )
 

@@ -24,9 +24,9 @@ from mlx_parallm.environments.base import PolicyInference, Task
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.group_order import derive_seed
 from mlx_parallm.environments.kinds.dataset import DatasetSource
-from mlx_parallm.environments.row_images import has_images
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
+from mlx_parallm.execution.parts.kinds import kind_of_row
 from mlx_parallm.execution.user_code import check_call, is_async, user_code
 from mlx_parallm.faces.trl.dataset_argument import DataRows
 from mlx_parallm.faces.trl.environments import played_by
@@ -329,12 +329,12 @@ def generate_rollout_completions(
 
 
 def check_rows(rows: DataRows | None, what: str) -> None:
-    """Raises ConfigError: rows with images, whose features only our own sampling keeps."""
+    """Raises ConfigError: rows with parts beside text, which only our own sampling keeps."""
     for number, row in enumerate(() if rows is None else rows.rows):
-        if has_images(row):
+        if kind := kind_of_row(row):
             raise ConfigError(
-                f"{what}, row {number}: rollout_func takes no images: without it, they are sampled"
-                " and trained on"
+                f"{what}, row {number}: rollout_func takes no {kind.plural}: without it, they are"
+                " sampled and trained on"
             )
 
 

@@ -15,13 +15,11 @@ from mlx_parallm.models.experts.routing import (
     routing_shape,
     why_not_routed,
 )
-from mlx_parallm.models.lora import are_experts
+from mlx_parallm.models.experts.targets import are_experts
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import NARROW_IDS
 
 log = get_logger("trainer")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of a config.json: how many experts a block has."""
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 REPEATED, REPEATED_PROMPTS = "experts", "prompt_experts"
 """Names of what the engine records for a trainer: the experts of sampled tokens, and of prompts."""

@@ -26,18 +26,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.mlx_lm_api import (
-    QuantizedSwitchLinear,
-    SwitchGLU,
-    SwitchLinear,
-    SwitchMLP,
-)
+from mlx_parallm.models.experts.targets import are_experts
+from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
+from mlx_parallm.models.seen_tokens import seen_tokens
 
 UNFORCED = -1
 """In the place of an expert's id: the router chooses."""
 
 _OTHERWISE = "its experts are chosen in a compiled function, or in another way"
-_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _thread = threading.local()
 _NAME = "mx"
 _kinds: dict[type, type] = {}
@@ -68,7 +64,6 @@ class ForwardRouting:
         """[5 + experts] int32 of each block: its layer, tokens that are forced, those of them for
         which the router would have chosen another set, the same two of prompts' tokens, and the
         tokens of each expert (no load is counted: 0). None: nothing is counted."""
-        self._tokens: slice | np.ndarray = slice(None)
         self._layer: int | None = None
 
     def choose(self, kth: int, partition: mx.array) -> mx.array:
@@ -83,7 +78,8 @@ class ForwardRouting:
         if self.forced is None and self.counted is None:
             self.chosen[self._layer] = chosen.reshape(-1, chosen.shape[-1])
             return partition
-        tokens = self._tokens if isinstance(self._tokens, slice) else mx.array(self._tokens)
+        seen = seen_tokens()
+        tokens = seen if isinstance(seen, slice) else mx.array(seen)
         taken, others = chosen, mx.zeros((4,), mx.int32)
         if self.forced is not None:
             of_prompts = None if self.of_prompts is None else self.of_prompts[tokens]
@@ -136,15 +132,6 @@ class ForwardRouting:
             yield
         finally:
             self._layer = before
-
-    @contextmanager
-    def tokens(self, chosen: slice | np.ndarray) -> Iterator[None]:
-        """Forwards see these of the tokens only."""
-        before, self._tokens = self._tokens, chosen
-        try:
-            yield
-        finally:
-            self._tokens = before
 
 
 class _RoutedBlock:
@@ -204,17 +191,6 @@ def counted(routing: ForwardRouting | None) -> Iterator[list[mx.array]]:
             routing.counts = None
 
 
-@contextmanager
-def routed_tokens(chosen: slice | np.ndarray) -> Iterator[None]:
-    """Forwards of this thread see these of the tokens of its routing only."""
-    routing = current()
-    if routing is None:
-        yield
-        return
-    with routing.tokens(chosen):
-        yield
-
-
 def blocks_of_experts(model: nn.Module) -> list[nn.Module]:
     """Return the modules with a switch of experts as a child, in the model's order."""
     return [
@@ -254,7 +230,7 @@ def routing_shape(model: nn.Module) -> tuple[int, int, int] | None:
     [(_, k)] = {array.shape for array in chosen}
     projections = cast("dict[str, Any]", _switch(blocks_of_experts(model)[0]).children()).values()
     inside = (projection.get("linear", projection) for projection in projections)
-    number = next(layer.num_experts for layer in inside if isinstance(layer, _EXPERTS))
+    number = next(layer.num_experts for layer in inside if are_experts(layer))
     return len(chosen), k, int(number)
 
 

@@ -26,7 +26,6 @@ if positions are learned, so that a token's place counts, not only its distance 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -36,7 +35,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.experts.routing import routed_tokens
 from mlx_parallm.models.layer_stack import (
     EXACT,
     ROUNDED,
@@ -55,6 +53,7 @@ from mlx_parallm.models.mlx_lm_api import (
     make_prompt_cache,
 )
 from mlx_parallm.models.recurrent.layers import use_trees
+from mlx_parallm.models.seen_tokens import seeing
 from mlx_parallm.system.device.traits import may_lose_results, rounds_every_layout_alike
 
 
@@ -455,7 +454,7 @@ def _through(
     block: nn.Module, hidden: mx.array, call: BlockCall, tokens: slice | np.ndarray | None = None
 ) -> mx.array:
     """`tokens`: which of the layout's flattened tokens these are; default: all, in their order."""
-    with nullcontext() if tokens is None else routed_tokens(tokens):
+    with seeing(tokens):
         out: mx.array = block(hidden, *call.args, **call.kwargs)
     return out
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.experts.targets import number_of_experts
 from mlx_parallm.models.mlx_lm_api import create_attention_mask
 from mlx_parallm.models.published.classes import (
     Sanitize,
@@ -150,7 +151,7 @@ def no_zero_experts(model: nn.Module, published: Published) -> None:
 
 
 def _computing_experts(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
-    count = model.args.n_routed_experts
+    count = number_of_experts(vars(model.args))
     return sanitize(
         {
             name: array

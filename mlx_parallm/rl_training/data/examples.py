@@ -26,14 +26,10 @@ from mlx_parallm.environments.row_forms import (
     system_texts,
     with_system,
 )
-from mlx_parallm.environments.row_images import (
-    has_images,
-    refuse_images,
-    refuse_other_media,
-    with_row_images,
-)
+from mlx_parallm.environments.row_images import put_into_turns, refuse_other_media
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import WEIGHTS, read_messages, read_tools, weight_of
+from mlx_parallm.execution.parts.kinds import all_kinds
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.data.leftovers import Leftovers
 
@@ -137,7 +133,7 @@ def _prepared(
     chat: bool,
     where: str,
 ) -> dict[str, Any]:
-    """Return a row whose messages have its system text and its images. Raises ConfigError."""
+    """Return a row whose messages have its system text and what it shows. Raises ConfigError."""
     place = f"{SECTION}: {where}"
     refuse_other_media(row, place)
     name = next((name for name in ("prompt", "messages") if name in columns), None)
@@ -150,37 +146,15 @@ def _prepared(
             )
         opened = {each: with_system(row[each], row, place, name=each) for each in names}
         row = {**row, **opened}
-    return _with_images(row, names, file, algorithm, chat=chat, where=where)
-
-
-def _with_images(
-    row: dict[str, Any],
-    names: Sequence[str],
-    file: str,
-    algorithm: str,
-    *,
-    chat: bool,
-    where: str,
-) -> dict[str, Any]:
-    """Return a row whose messages under `names` hold its images, stored. Raises ConfigError."""
-    read = {
+    turns = {
         name: [{"role": "user", "content": value}]
         if isinstance(value, str)
         else [*_messages(value, name, where)]
         for name in names
         if isinstance(value := row.get(name), str | list | tuple)
     }
-    if not any(has_images(row, messages) for messages in read.values()):
-        return row
-    place = f"{SECTION}: {where}"
-    if not chat:
-        refuse_images(row, next(iter(read.values())), place)
-    if algorithm == REWARD_MODEL:
-        raise ConfigError(f"{place}: a reward model reads no images")
-    return {
-        **row,
-        **{name: with_row_images(each, row, place, file) for name, each in read.items()},
-    }
+    reader = "a reward model" if algorithm == REWARD_MODEL else None
+    return row | put_into_turns(turns, row, place, file, chat=chat, blind=reader)
 
 
 def _form(
@@ -405,7 +379,7 @@ def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...
     if not isinstance(value, list | tuple) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
     try:
-        read = read_messages(value, name, shown=True)
+        read = read_messages(value, name, shown=all_kinds())
         return tuple(_weighed(each, f"{name}.{number}") for number, each in enumerate(read))
     except RequestError as error:
         raise _bad(where, str(error)) from error

@@ -13,13 +13,13 @@ from mlx_parallm.environments.row_forms import (
     MESSAGE_COLUMNS,
     system_texts,
 )
-from mlx_parallm.environments.row_images import COLUMNS as IMAGE_COLUMNS
 from mlx_parallm.execution.chat_messages import ANSWERS
+from mlx_parallm.execution.parts.kinds import row_columns, source_fields
 from mlx_parallm.system.log import get_logger
 
 LEAST_WORDS = 4  # fewest words of a prompt: an answer may begin with fewer of them by chance
 _OF_MESSAGES = {"role", "content", "name", "tool_call_id", "weight", *ANSWERS}
-_OF_PARTS = {"type", "text", "refusal", "image", "image_url", "url", "cache_control"}
+_OF_PARTS = {"type", "text", "refusal", "cache_control"}
 _OF_CALLS = {"id", "type", "index", "function"}
 
 log = get_logger("train")
@@ -57,7 +57,7 @@ class Leftovers:
         """
         read = {*columns}
         if chat and "text" not in columns:
-            read |= {"tools", *IMAGE_COLUMNS}
+            read |= {"tools", *row_columns()}
             read |= system_texts(row, "").keys()
         if algorithm == REWARD_MODEL:
             read.add("margin")
@@ -83,7 +83,7 @@ class Leftovers:
             content = message.get("content")
             for part in content if isinstance(content, list | tuple) else ():
                 if isinstance(part, Mapping):
-                    self._note(part, _OF_PARTS, "of a part")
+                    self._note(part, _OF_PARTS.union(source_fields()), "of a part")
             calls = message.get("tool_calls")
             for call in calls if isinstance(calls, list | tuple) else ():
                 if isinstance(call, Mapping) and "function" in call:

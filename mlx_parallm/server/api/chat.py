@@ -74,7 +74,7 @@ async def answer_chat(
     model = resolve_model(context, body.model)
     if tokens := body.prompt_tokens:
         opens_text = not body.continues_final_message
-        shown = body.template_messages(shown=True) if context.image_reader else ()
+        shown = body.template_messages(shown=context.shown) if context.shown else ()
         carried = await carried_by(context.image_reader, shown)
         prompt = EncodedPrompt(tokens, opens_text=opens_text, carried=carried)
     else:
@@ -214,7 +214,7 @@ def _thinking(
     if markers is None:
         return None
     if body.continues_final_message:
-        messages = body.template_messages(shown=context.image_reader is not None)
+        messages = body.template_messages(shown=context.shown)
         tail = str(messages[-1]["content"])
         return (
             Thinking(markers, opened=True)

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import PartsText, is_image
+from mlx_parallm.execution.chat_messages import PartsText
+from mlx_parallm.execution.parts.kinds import Shown, kind_of
 from mlx_parallm.server.protocol.fields import FIELDS, Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import (
@@ -100,16 +101,16 @@ class CountTokensBody(Body):
                 )
         return self
 
-    def to_chat(self, *, shown: bool = False, thinks: bool = True) -> ChatBody:
-        """Return the chat. `shown`: the model reads them. `thinks`: its reasoning can have a
-        budget, which a model without reasoning keeps. Raises RequestError, which names this body's
-        field."""
+    def to_chat(self, *, shown: Shown = (), thinks: bool = True) -> ChatBody:
+        """Return the chat. `shown`: what the model reads beside text. `thinks`: its reasoning
+        can have a budget, which a model without reasoning keeps. Raises RequestError, which names
+        this body's field."""
         fields = self.chat_fields(shown)
         if thinks and self.thinking is not None and self.thinking.budget_tokens is not None:
             fields.setdefault("thinking_token_budget", self.thinking.budget_tokens)
         return chat_body(fields, IN_CHAT)
 
-    def chat_fields(self, shown: bool) -> dict[str, Any]:
+    def chat_fields(self, shown: Shown) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append(
@@ -168,7 +169,7 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         refuse_choices(self)
         return self
 
-    def chat_fields(self, shown: bool) -> dict[str, Any]:
+    def chat_fields(self, shown: Shown) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         counted = {"include_usage": True, "continuous_usage_stats": True}
         return super().chat_fields(shown) | {
@@ -181,7 +182,7 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
 
 
 def _chat_turn(
-    turn: ConversationTurn, where: str, unanswered: set[str], shown: bool
+    turn: ConversationTurn, where: str, unanswered: set[str], shown: Shown
 ) -> list[dict[str, Any]]:
     """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own.
 
@@ -202,35 +203,34 @@ def _chat_turn(
             continue
         if not messages or messages[-1]["role"] != turn.role:
             messages.append({"role": turn.role, "content": []})
-        messages[-1]["content"].append(_part(block, place, shown and turn.role == "user"))
+        messages[-1]["content"].append(_part(block, place, shown if turn.role == "user" else ()))
     for message in messages:
         parts = message["content"]
-        if isinstance(parts, list) and not any(map(is_image, parts)):
+        if isinstance(parts, list) and not any(map(kind_of, parts)):
             message["content"] = PartsText(part["text"] for part in parts)
     return messages
 
 
-def _part(block: Any, place: str, shown: bool) -> dict[str, Any]:
-    """Return a block as a part of a chat. Raises RequestError: it is none, or an image if none
-    is read."""
-    if shown and isinstance(block, dict) and block.get("type") == "image":
-        return _image(block, place)
+def _part(block: Any, place: str, shown: Shown) -> dict[str, Any]:
+    """Return a block as a part of a chat. Raises RequestError: it is none, or of a kind that is
+    not read."""
+    kind = kind_of(block, shown)
+    if kind is not None and block["type"] == kind.name:
+        return kind.part(_source(block, place)) | {"place": place}
     return {"type": "text", "text": _text(block, place)}
 
 
-def _image(block: Block, place: str) -> dict[str, Any]:
-    """Return an image as a part of a chat. Raises RequestError: a source of another kind."""
+def _source(block: Block, place: str) -> str:
+    """Return a block's source as a URL. Raises RequestError: one of another kind."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if isinstance(source, dict) and kind == "base64":
-        kind_of = _string(source, "media_type", f"{place}.source")
-        url = f"data:{kind_of};base64,{_string(source, 'data', f'{place}.source')}"
-    elif isinstance(source, dict) and kind == "url":
-        url = _string(source, "url", f"{place}.source")
-    else:
-        reason = f"{place}.source: expected type base64 or url, got {kind!r}"
-        raise RequestError(reason, param=f"{place}.source", code="unsupported_content")
-    return {"type": "image", "image": url, "place": place}
+        media_type = _string(source, "media_type", f"{place}.source")
+        return f"data:{media_type};base64,{_string(source, 'data', f'{place}.source')}"
+    if isinstance(source, dict) and kind == "url":
+        return _string(source, "url", f"{place}.source")
+    reason = f"{place}.source: expected type base64 or url, got {kind!r}"
+    raise RequestError(reason, param=f"{place}.source", code="unsupported_content")
 
 
 def _check_answered(unanswered: set[str], where: str) -> None:
@@ -242,7 +242,7 @@ def _check_answered(unanswered: set[str], where: str) -> None:
         )
 
 
-def _chat_result(block: Block, place: str, unanswered: set[str], shown: bool) -> dict[str, Any]:
+def _chat_result(block: Block, place: str, unanswered: set[str], shown: Shown) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
         reason = (
@@ -252,7 +252,7 @@ def _chat_result(block: Block, place: str, unanswered: set[str], shown: bool) ->
         raise RequestError(reason, param=f"{place}.tool_use_id")
     unanswered.remove(call_id)
     content = block.get("content") or ""
-    if shown and isinstance(content, list) and any(map(is_image, content)):
+    if isinstance(content, list) and any(kind_of(each, shown) for each in content):
         content = [
             _part(each, f"{place}.content.{index}", shown) for index, each in enumerate(content)
         ]

@@ -40,6 +40,4 @@ async def count_tokens(body: CountTokensBody, context: Context) -> Response:
 
 
 def _chat_of(body: CountTokensBody, context: ServerContext) -> ChatBody:
-    return body.to_chat(
-        shown=context.image_reader is not None, thinks=context.tokenizer.think_markers is not None
-    )
+    return body.to_chat(shown=context.shown, thinks=context.tokenizer.think_markers is not None)

@@ -14,6 +14,7 @@ from pydantic import (
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
+from mlx_parallm.execution.parts.kinds import Shown
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -246,8 +247,8 @@ class Conversation(Body):
         }
         return [name for name, words in fields.items() if len(unread(words)) == len(words)]
 
-    def template_messages(self, *, shown: bool = False) -> list[dict[str, Any]]:
-        """Messages as the tokenizer takes them, with what users show beside texts or without.
+    def template_messages(self, *, shown: Shown = ()) -> list[dict[str, Any]]:
+        """Messages as the tokenizer takes them, with what users show beside texts of these kinds.
         Raises RequestError."""
         messages = (message.model_dump(exclude_unset=True) for message in self.messages)
         return read_messages(messages, shown=shown)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
+from mlx_parallm.execution.parts.kinds import Shown
 from mlx_parallm.server.protocol.fields import (
     FIELDS,
     MAX_TOP_LOGPROBS,
@@ -193,10 +194,10 @@ class ResponsesBody(QueueFields, SamplingFields):
         return LOGPROBS in self.include or self.top_logprobs > 0
 
     def to_chat(
-        self, items: Sequence[Item], *, first: int = 0, shown: bool = False
+        self, items: Sequence[Item], *, first: int = 0, shown: Shown = ()
     ) -> tuple[ChatBody, ToolNames]:
         """The chat with these items (the earlier ones too; `first`: where this request's begin;
-        `shown`: the model reads them).
+        `shown`: what the model reads).
 
         Raises RequestError, which names this body's field.
         """

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text, is_image, parts_of
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text, parts_of
+from mlx_parallm.execution.parts.kinds import Shown, kind_of
 
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -23,10 +24,10 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def chat_messages(
-    items: Sequence[Mapping[str, Any]], *, first: int = 0, shown: bool = False
+    items: Sequence[Mapping[str, Any]], *, first: int = 0, shown: Shown = ()
 ) -> list[dict[str, Any]]:
     """Messages of a chat. `first`: position in `items` of the request's own first one, for error
-    texts; `shown`: the model reads them.
+    texts; `shown`: what the model reads.
 
     Raises RequestError: an item of another kind, content that is not text, a field that is missing,
     an output of no call.
@@ -93,7 +94,7 @@ class _Turns:
         return last
 
 
-def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, shown: bool) -> None:
+def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, shown: Shown) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(
@@ -107,20 +108,20 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, shown: bool
         turns.add(
             {
                 "role": role,
-                "content": _content(item.get("content"), place, shown and role == "user"),
+                "content": _content(item.get("content"), place, shown if role == "user" else ()),
             }
         )
 
 
-def _content(content: Any, where: str, shown: bool) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, shown: Shown) -> str | list[dict[str, Any]]:
     """A content as text, or as parts if it shows something that is read. Raises RequestError."""
-    if not shown or not isinstance(content, list):
+    if not isinstance(content, list):
         return content_text(content, where)
     placed = [
-        {**part, "place": f"{where}.{index}"} if is_image(part) else part
+        part if kind_of(part, shown) is None else {**part, "place": f"{where}.{index}"}
         for index, part in enumerate(content)
     ]
-    return parts_of(placed, where)
+    return parts_of(placed, where, shown)
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:

@@ -130,6 +130,6 @@ def _chat_of(
     chat, names = body.to_chat(
         [*(item.load() for item in earlier), *new_items],
         first=len(earlier),
-        shown=context.image_reader is not None,
+        shown=context.shown,
     )
     return earlier, new_items, chat, names

@@ -302,7 +302,11 @@ class Session:
         for turn in path:
             name = turn.response_id or turn.id
             if turn.tokens is None:
-                reason = "holds redacted secrets" if turn.redacted else "has no tokens, or images"
+                reason = (
+                    "holds redacted secrets"
+                    if turn.redacted
+                    else "has no tokens, or parts beside text"
+                )
                 raise TraceError(f"the call {name} {reason}: nothing to train on")
             if not turn.tokens.policy:
                 raise TraceError(f"the call {name} was not answered by the policy")

@@ -25,7 +25,8 @@ from transformers import AutoConfig
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
-from mlx_parallm.execution.prompt_images import PARTS, ImageSource, stored_digest
+from mlx_parallm.execution.parts.images import ImageSource
+from mlx_parallm.execution.prompt_images import PARTS, stored_digest
 from mlx_parallm.models.checkpoint_files import weight_files
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.systems.vision.config import VisionConfig

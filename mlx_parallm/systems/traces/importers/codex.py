@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.execution.parts.kinds import made_by
 from mlx_parallm.systems.traces.importers.dialects import converted, result_content
 from mlx_parallm.systems.traces.importers.endings import (
     BROKEN,
@@ -353,9 +354,7 @@ def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json
         log.messages.append(answer)
     answer["tool_calls"] = [call]
     if key is not None:
-        content = result_content(_logs(item[key]))
-        if kind == "image_generation_call":
-            content = [{"type": "image", "image": item[key]}]
+        content = made_by(kind, item[key]) or result_content(_logs(item[key]))
         log.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
 
