@@ -85,7 +85,7 @@ class SequenceRecord:
 
 
 class _Companion:
-    """What both kinds are asked. One thread's, the engine's."""
+    """Questions for both kinds. One thread's, the engine's."""
 
     no_drafts: ClassVar[str] = ""
     """Why texts are not drafted beside it; "" if they are."""

@@ -1,4 +1,4 @@
-"""What a kind of part of a message's content is, beside text."""
+"""A kind of part of a message's content, beside text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
