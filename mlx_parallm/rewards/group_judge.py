@@ -247,8 +247,7 @@ class GroupJudge:
         settings, size = self._settings, len(order)
         shown = [group.answers[place] for place in order]
         limit = settings.reason_length
-        bounded = self._model.bounds_texts
-        messages, schema = question_of(group.beginning, shown, rubric, limit, bounded=bounded)
+        messages, schema = question_of(group.beginning, shown, rubric, limit)
         question = Question(
             messages,
             settings.max_tokens or size * (limit + ROOM) + ROOM,

@@ -87,7 +87,6 @@ class JudgeModel(ABC):
     """A model that is asked. `name` tells it from others."""
 
     name: str
-    bounds_texts = False  # a schema may say how long a text is
 
     async def ask(self, question: Question) -> JudgeReply:
         """Raises RolloutRejectedError, EndpointError: the request was refused."""
@@ -157,6 +156,7 @@ class EndpointJudge(JudgeModel):
         self, name: str, make: Callable[[], OpenAIEndpoint], body: Mapping[str, Any]
     ) -> None:
         self.name, self._make, self._body = name, make, body
+        self._bounds_texts = True  # the server takes a schema that says how long a text is
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, OpenAIEndpoint] = (
             WeakKeyDictionary()
         )
@@ -165,11 +165,8 @@ class EndpointJudge(JudgeModel):
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop) or self._clients.setdefault(loop, self._make())
         body = {**self._body, "max_tokens": question.max_tokens, "messages": question.messages}
-        if question.schema is not None:
-            form = {"name": "judgement", "strict": True, "schema": question.schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": form}
         try:
-            reply = await client.post("/chat/completions", body)
+            reply = await self._post(client, body, question.schema)
         except EndpointError as error:
             if error.may_pass:
                 return JudgeReply(None, problem=error)
@@ -183,9 +180,41 @@ class EndpointJudge(JudgeModel):
         used = reply.get("usage")
         return JudgeReply(text, _count(used, "prompt_tokens"), _count(used, "completion_tokens"))
 
+    async def _post(
+        self, client: OpenAIEndpoint, body: Mapping[str, Any], schema: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Ask by a schema, if there is one. OpenAI's own strict schemas take no `maxLength`: a
+        server that refuses it gets the schema without, from then on. Raises EndpointError."""
+        path = "/chat/completions"
+        if schema is None:
+            return await client.post(path, body)
+        if self._bounds_texts:
+            try:
+                return await client.post(path, {**body, **_response_format(schema)})
+            except EndpointError as error:
+                if error.status != 400:
+                    raise
+        reply = await client.post(path, {**body, **_response_format(_without_bounds(schema))})
+        if self._bounds_texts:
+            self._bounds_texts = False
+            log.warning("the judge's server takes no length of texts", judge=self.name)
+        return reply
+
     async def aclose(self) -> None:
         if (client := self._clients.pop(asyncio.get_running_loop(), None)) is not None:
             await client.aclose()
+
+
+def _response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    form = {"name": "judgement", "strict": True, "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+def _without_bounds(schema: Any) -> Any:
+    """Return the schema without `maxLength`, at any depth."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return {k: _without_bounds(value) for k, value in schema.items() if k != "maxLength"}
 
 
 def _count(used: Any, name: str) -> int:
@@ -197,8 +226,6 @@ def _count(used: Any, name: str) -> int:
 class EngineJudge(JudgeModel):
     """Asks the base model under the policy's adapter, or a version of the policy, in the policy's
     engine."""
-
-    bounds_texts = True
 
     def __init__(
         self, version: int | None, template_kwargs: Mapping[str, Any], timeout_s: float

@@ -130,10 +130,10 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def question_of(
-    beginning: str, answers: Sequence[str], rubric: str, reason_length: int, *, bounded: bool
+    beginning: str, answers: Sequence[str], rubric: str, reason_length: int
 ) -> tuple[Messages, dict[str, Any]]:
     """Return the request and the schema of its reply, for answers in the order in which they are
-    shown. `bounded`: the schema limits the reasons too."""
+    shown."""
     names = [name_of(place) for place in range(len(answers))]
     mark = mark_of(rubric, beginning, *answers)
     lines = [f'{{"beginning": {beginning}}}']
@@ -147,14 +147,13 @@ def question_of(
             REPLY.format(names=", ".join(names), words=max(5, reason_length // 8)),
         ]
     )
-    return [{"role": "user", "content": text}], _schema(names, reason_length if bounded else None)
+    return [{"role": "user", "content": text}], _schema(names, reason_length)
 
 
-def _schema(names: Sequence[str], longest: int | None) -> dict[str, Any]:
-    """Return the schema of a reply with a reason and a score for each name. It has only what
-    servers with strict schemas take; `longest`, which some refuse, stops a model that does not
-    end."""
-    reason = {"type": "string"} | ({} if longest is None else {"maxLength": longest})
+def _schema(names: Sequence[str], longest: int) -> dict[str, Any]:
+    """Return the schema of a reply with a reason and a score for each name. Scores are an enum: a
+    grammar of numbers lets a weak model write digits without end."""
+    reason = {"type": "string", "maxLength": longest}
     verdict = {
         "type": "object",
         "properties": {"reason": reason, "score": {"type": "number", "enum": SCORES}},
