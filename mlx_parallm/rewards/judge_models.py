@@ -250,7 +250,10 @@ class EngineJudge(JudgeModel):
             structure = Structure("json_schema", json.dumps(question.schema), "judge", strict=True)
         try:
             tokens = inference.tokenizer.render_chat(
-                [_without_marks(message, inference.tokenizer) for message in question.messages],
+                [
+                    without_special_tokens(message, inference.tokenizer)
+                    for message in question.messages
+                ],
                 template_kwargs=self._template_kwargs,
             )
             request = Request(
@@ -300,7 +303,7 @@ class EngineJudge(JudgeModel):
         return name
 
 
-def _without_marks(message: Mapping[str, str], tokenizer: ChatTokenizer) -> dict[str, str]:
+def without_special_tokens(message: Mapping[str, str], tokenizer: ChatTokenizer) -> dict[str, str]:
     """Escape what this tokenizer would read as a special token: it can only stand in data."""
     content = message["content"]
     for mark in map(tokenizer.token_text, sorted(tokenizer.special_ids)):

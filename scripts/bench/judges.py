@@ -33,12 +33,13 @@ async def measure(
     """Return the judge's own metrics, and for each pair of answers that the checker tells apart 1, 0
     or ½: whether the judge puts them into its order."""
     metrics: defaultdict[str, list[float]] = defaultdict(list)
-    agrees = []
+    agrees, notes = [], list[Any]()
     for number, (prompt, answers) in enumerate(asked, 1):
         scores = await judge(
             prompts=[prompt] * len(answers),
             completions=answers,
             log_metric=lambda name, value: metrics[name].append(value),
+            log_extra=lambda column, values: notes.append(values),
         )
         checked = refusal(answers)
         for one, other in combinations(range(len(answers)), 2):
@@ -46,6 +47,8 @@ async def measure(
             if ours:
                 agrees.append(0.5 if not theirs else float((ours > 0) == (theirs > 0)))
         print(f"{number}/{len(asked)}: {scores} against {checked}", flush=True)
+        for answer, note in zip(answers, notes[-1], strict=True):
+            print(f"    {answer[:60]!r}: {json.dumps(note)}", flush=True)
     return {name: statistics.fmean(values) for name, values in metrics.items()}, agrees
 
 
@@ -75,7 +78,8 @@ def main() -> None:
         )
         numbers, agrees = asyncio.run(measure(judge, list(zip(prompts, groups, strict=True))))
     print(json.dumps(numbers, indent=1))
-    print(f"agrees with the checker: {statistics.fmean(agrees):.2f} of {len(agrees)} pairs")
+    share = f"{statistics.fmean(agrees):.2f}" if agrees else "–"
+    print(f"agrees with the checker: {share} of {len(agrees)} pairs")
 
 
 if __name__ == "__main__":
