@@ -43,7 +43,7 @@ def values(traces: list[Trace]) -> list[list[float | None]]:
 def largest_first(path: str, body: Any) -> Reply:
     shown = [
         int(text)
-        for text in re.findall(r"--- answer \d+ ---\n(\d+)", body["messages"][0]["content"])
+        for text in re.findall(r"--- answer \d+ \S+ ---\n\D*(\d+)", body["messages"][0]["content"])
     ]
     order = sorted(range(len(shown)), key=lambda at: -shown[at])
     return reply("Ranking: " + " > ".join(str(at + 1) for at in order))
@@ -64,7 +64,7 @@ def test_a_judge_compares_in_two_orders() -> None:
         6,
     )
     orders = [
-        re.findall(r"--- answer \d+ ---\n(\d+)", call.body["messages"][0]["content"])
+        re.findall(r"--- answer \d+ \S+ ---\n\D*(\d+)", call.body["messages"][0]["content"])
         for call in received
     ]
     assert orders[0] == orders[1][::-1]
@@ -82,7 +82,7 @@ def test_a_judge_that_takes_the_first_answer_labels_nothing() -> None:
 
 def test_an_answer_that_does_not_come_costs_no_other_label() -> None:
     def score(path: str, body: Any) -> Reply:
-        fails = "\n30\n" in body["messages"][0]["content"]
+        fails = '"30"' in body["messages"][0]["content"]
         return (500, {}, {"error": {"message": "overloaded"}}) if fails else reply("Score: 8")
 
     with scripted_http(score) as (url, _):
@@ -98,7 +98,7 @@ def test_a_judge_scores_each_run_alone(tmp_path: Path, capsys: pytest.CaptureFix
     write_lines(answers("10", "30"), file)
 
     def score(path: str, body: Any) -> Reply:
-        return reply("Score: 8" if "\n30\n" in body["messages"][0]["content"] else "I cannot say")
+        return reply("Score: 8" if '"30"' in body["messages"][0]["content"] else "I cannot say")
 
     with scripted_http(score) as (url, _):
         assert main(["traces", "label", str(file), "--judge", url, "--judge-model", "m"]) == 0
