@@ -359,10 +359,7 @@ def test_threads_that_were_left_behind_are_in_the_health_line(manager_of, tokeni
     manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), Blocks(), timeout_s=0.05)
     with pytest.raises(EnvironmentFailedError, match="timeout_s"):
         manager.collect_rollouts(2)
-    assert (
-        "environment Blocks: 2 threads still run its code although their episodes have ended"
-        in manager.health()
-    )
+    assert "Blocks: 2 threads" in manager.health()
     release.set()
 
 

@@ -264,7 +264,7 @@ async def test_a_thread_that_blocks_is_left_behind_and_ends_at_its_next_turn(tok
     built = source(Blocks(), timeout_s=0.05)
     client = ScriptedClient(tokenizer, lambda *_: "x")
     result = await played(tokenizer, client, built, size=2)
-    assert result.failure == "not finished within timeout_s = 0.05 s"
+    assert "timeout_s = 0.05" in result.failure
     assert built.left_behind == 2
     blocked = [thread for thread in threading.enumerate() if thread.name.startswith("own-0-3/")]
     assert len(blocked) == 2
@@ -280,7 +280,7 @@ async def test_a_timeout_frees_the_engine_from_a_step_that_waits_for_it(tokenize
     client = ScriptedClient(tokenizer, lambda *_: "x", gate=lambda request: None)
     built = source(CountingItself(), timeout_s=0.05)
     result = await played(tokenizer, client, built, size=2)
-    assert result.failure == "not finished within timeout_s = 0.05 s"
+    assert "timeout_s = 0.05" in result.failure
     assert sorted(client.aborted) == ["own-0-3/0/0", "own-0-3/1/0"]
     while built.left_behind:  # noqa: ASYNC110  their generate() has raised: they are on their way out
         await asyncio.sleep(0.001)
@@ -345,7 +345,7 @@ async def test_a_long_episode_is_told_of_while_it_goes_on_and_an_end_takes_it_ba
     result = await played(tokenizer, client, long, task=70)
     assert result.failure is None and result.group.metadata["never_done"] == 0
     [warning] = [entry for entry in warned if entry["event"] == "an episode does not end"]
-    assert warning["reason"].startswith("64 turns and nothing set state.done: Counting.")
+    assert warning["reason"].startswith("64 turns ") and "Counting." in warning["reason"]
     assert long.endless is None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
+from mlx_parallm.systems.traces.importers.claude_code import BLOCK_TWICE, TWICE, TWICE_OTHERWISE
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
@@ -75,7 +76,7 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
     [trace], report = imported(lines(tmp_path / "S.jsonl", *twice), "claude-code")
     assert roles(trace) == ["user", "assistant", "tool", "assistant"]
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.lines.left_out["a line whose uuid is twice in the log"] == 5
+    assert report.lines.left_out[TWICE] == 5
     assert learned([trace]) == [
         [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", "One.")]
     ]
@@ -86,8 +87,8 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
         lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), "claude-code"
     )
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.lines.left_out["a line whose uuid is twice in the log, with other content"] == 1
-    assert report.details["a block of an answer that is twice in the log"] >= 1
+    assert report.lines.left_out[TWICE_OTHERWISE] == 1
+    assert report.details[BLOCK_TWICE] >= 1
     fork = [
         claude("f1", None, "user", "other"),
         claude("f2", "f1", "assistant", text("Looking."), message_id="m1"),

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.systems.traces.importers.codex import RESULT_TWICE
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import IMPORTERS, detect, read_traces
 from mlx_parallm.systems.traces.trace import Trace
@@ -213,7 +214,7 @@ def test_codex(tmp_path: Path) -> None:
     }
     assert [m["content"] for m in second.messages] == ["Be brief.", "Summary so far.", "Going on."]
     assert (first.id, second.id, first.agent.model_name) == ("X", "X#2", "gpt-x")
-    assert report.lines.left_out["a result that is twice in the log"] == 1
+    assert report.lines.left_out[RESULT_TWICE] == 1
     assert report.lines.left_out["reasoning that is encrypted"] == 1
     assert report.lines.left_out["response items of type 'ghost_snapshot' are not known"] == 1
 

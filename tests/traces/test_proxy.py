@@ -202,14 +202,10 @@ def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             (b"set-cookie", b"b=2"),
         ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        for start in range(0, max(len(content), 1), 7):
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": content[start : start + 7],
-                    "more_body": True,
-                }
-            )
+        size = max(7, len(content) // 200)
+        for start in range(0, len(content) + 1, size):
+            part = {"type": "http.response.body", "body": content[start : start + size]}
+            await send(part | {"more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     with (

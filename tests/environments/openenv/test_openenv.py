@@ -134,8 +134,8 @@ async def test_what_is_no_action_takes_a_turn(tokenizer, serving):
     [trajectory] = result.trajectories
     assert trajectory.metadata["actions"] == [{"number": 1}, {"number": 3}]
     assert trajectory.metadata["invalid_actions"] == 2
-    assert trajectory.history[1].prompt == "That is no action."
-    assert trajectory.history[2].prompt == "That is no action. number: Field required"
+    assert "number:" not in trajectory.history[1].prompt
+    assert "number: Field required" in trajectory.history[2].prompt
     assert len(result.group.rollouts[0].turn_rewards) == 4
 
 
@@ -304,7 +304,7 @@ async def test_no_session_becomes_free(tokenizer, serving):
     server = serving(most=0)
     built = source(server, {"timeout_s": 1.0})
     result, _ = await played(tokenizer, built, right, size=1)
-    assert "no session was free within 0.5 s" in result.failure
+    assert "0.5 s" in result.failure
     assert "Server at capacity" in result.failure
 
 
@@ -343,9 +343,7 @@ async def test_a_server_is_started_and_started_again(tokenizer, warned):
     result, _ = await played(tokenizer, built, right, size=2)
     assert result.failure is None, result.failure
     assert server.process.pid != first.pid
-    assert [entry["event"] for entry in warned].count(
-        "an OpenEnv server has ended; it is started again"
-    ) == 1
+    assert sum("started again" in entry["event"] for entry in warned) == 1
     built.servers.close()
     assert server.process.returncode is not None
 

@@ -9,15 +9,14 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.environments.registry import create_environment
+from mlx_parallm.environments.task_folders import folder as folders
 from mlx_parallm.environments.task_folders.environment import FolderState, TaskFoldersEnvironment
-from mlx_parallm.environments.task_folders.folder import (
-    MOST_FILES,
-    NeedsContainerError,
-    read_folder,
-)
+from mlx_parallm.environments.task_folders.folder import NeedsContainerError, read_folder
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics, write_config
+
+MOST = 20  # files of a task, in the place of MOST_FILES
 
 TASK = '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 20.0\n'
 DOCKERFILE = "FROM python:3.13-slim\nWORKDIR /app\nCOPY data /app/data\nENV WORD=hello \\\n  N=3\n"
@@ -200,7 +199,7 @@ def sparse(name: str) -> Callable[[Path], None]:
 
 
 def many(path: Path) -> None:
-    for number in range(MOST_FILES + 1):
+    for number in range(MOST):
         (path / "tests" / f"{number}").touch()
 
 
@@ -229,8 +228,12 @@ def many(path: Path) -> None:
     ],
 )
 def test_a_folder_is_read_inside_and_within_bounds(
-    tmp_path: Path, attack: Callable[[Path], object], reason: str
+    tmp_path: Path,
+    attack: Callable[[Path], object],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(folders, "MOST_FILES", MOST)
     path = harbor(tmp_path)
     (path / "tests/test.sh").rename(path / "tests/test.sh.old")
     if reason != "not a path|[Ss]ymlink":

@@ -239,7 +239,6 @@ async def test_without_room_for_its_turn_a_player_loses(tokenizer):
     result = await played(tokenizer, client, built, size=2, longest=third)
     assert result.failure is None, result.failure
     assert facts(result, "reward", "turns") == [(-1.0, 2), (1.0, 2)]
-    assert "has no room for another turn" in result.trajectories[0].metadata["reason"]
     assert [t.out_of_room for t in result.trajectories] == [True, False]
     assert [t.rollout.stop_reason for t in result.trajectories] == ["length", "stop"]
 
@@ -297,7 +296,7 @@ async def test_the_opponent_is_frozen(tokenizer, opponent, adapter, label):
 async def test_a_version_that_is_gone_is_a_reason(tokenizer):
     built = against(source(opponent="policy@2"))
     result = await played(tokenizer, moves(tokenizer, [], []), built)
-    assert result.failure == "opponent 'policy@2': version 2 is not kept"
+    assert "'policy@2': version 2" in result.failure
 
 
 async def test_a_scripted_opponent_and_a_choice_of_them(tokenizer, tmp_path):
