@@ -25,6 +25,8 @@ AlgorithmName = Literal[
     "gmpo",
     "vespo",
     "luspo",
+    "clip_cov",
+    "kl_cov",
     "gpg",
     "maxrl",
     "reinforce",
@@ -60,6 +62,7 @@ class LossSettings:
 class Reinforce(LossSettings):
     loss_aggregation: Aggregation = "token"
     off_policy_mask: float | None = None
+    top_entropy_quantile: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,21 @@ class Clip(ImportanceSampling):
 
 
 @dataclass(frozen=True)
+class ClipCov(ImportanceSampling):
+    clip_ratio: float = 1.0
+    clip_ratio_high: float | None = None
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+
+@dataclass(frozen=True)
+class KlCov(ImportanceSampling):
+    cov_share: float = 2e-4
+    cov_weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class DualClip(Clip):
     dual_clip: float = 3.0
 
@@ -125,13 +143,15 @@ LOSSES: dict[str, type[Reinforce]] = {
     "dppo": Dppo,
     "gmpo": Gmpo,
     "vespo": Vespo,
+    "clip_cov": ClipCov,
+    "kl_cov": KlCov,
     "reinforce": Reinforce,
     "importance_sampling": ImportanceSampling,
 }
 """Losses (`losses.policy_gradient.LOSSES`) by their names."""
 
 
-SHARED = ("ratio_level", "loss_aggregation", "off_policy_mask")
+SHARED = ("ratio_level", "loss_aggregation", "off_policy_mask", "top_entropy_quantile")
 
 
 def bounds_of(loss: str) -> dict[str, Any]:
@@ -173,6 +193,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "sequence_sum",
         "advantage": "std",
     },
+    "clip_cov": {"loss": "clip_cov", "loss_aggregation": "token", "advantage": "std"},
+    "kl_cov": {"loss": "kl_cov", "loss_aggregation": "token", "advantage": "std"},
     "gpg": {"loss": "reinforce", "loss_aggregation": "token", "advantage": "mean"},
     "maxrl": {"loss": "clip", "loss_aggregation": "token", "advantage": "maxrl"},
     "reinforce": {"loss": "reinforce", "loss_aggregation": "sequence_sum", "advantage": "none"},
@@ -206,8 +228,8 @@ class AlgorithmSection(Section):
     """Preset of loss, ratio_level, loss_aggregation, advantage and bounds; each can be set too
     (docs/algorithms.md)."""
     loss: str | None = None
-    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "gmpo", "vespo", "reinforce",
-    "importance_sampling", or your own loss, "python:file.py:function"
+    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "gmpo", "vespo", "clip_cov",
+    "kl_cov", "reinforce", "importance_sampling", or your own loss, "python:file.py:function"
     (docs/your_environment.md); default: the algorithm's."""
     ratio_level: RatioLevel | None = None
     """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's
@@ -230,7 +252,7 @@ class AlgorithmSection(Section):
     """credit = "turn": discount of a reward for each turn between it and the token; 1."""
     clip_ratio: float | None = Field(None, ge=0, le=1)
     """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4, luspo
-    2e-3), "cispo" 1; "gmpo" 0.4: ratio >= e^-clip_ratio."""
+    2e-3), "cispo", "clip_cov" 1; "gmpo" 0.4: ratio >= e^-clip_ratio."""
     clip_ratio_high: float | None = Field(None, ge=0)
     """Bound above: ratio <= 1 + clip_ratio_high ("gmpo": e^clip_ratio_high); "cispo" 4, dapo 0.28,
     gspo 4e-4, luspo 2.5e-3, else clip_ratio."""
@@ -262,6 +284,18 @@ class AlgorithmSection(Section):
     off_policy_mask: float | None = Field(None, gt=0)
     """Leave answers with a negative advantage out whose mean log(sampler / policy) is above this,
     in nats (DeepSeek-V3.2); default: off."""
+    cov_share: float | None = Field(None, gt=0, le=1)
+    """"clip_cov", "kl_cov": share of the step's tokens that is chosen by its covariance of
+    log-probability and advantage; 0.0002."""
+    cov_low: float | None = None
+    """"clip_cov": covariance above which a token may be chosen; 1."""
+    cov_high: float | None = None
+    """"clip_cov": covariance below which it may be; 5. More than cov_low."""
+    cov_weight: float | None = Field(None, ge=0)
+    """"kl_cov": weight of |log-probability - the one before| of the chosen tokens; 1."""
+    top_entropy_quantile: float | None = Field(None, gt=0, lt=1)
+    """The policy loss is that of this share of the step's tokens, those of the highest entropy
+    (TRL's; 0.2 in arXiv:2506.01939); default: of all."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
@@ -326,6 +360,23 @@ class AlgorithmSection(Section):
             )
         if self.turn_gamma not in (None, 1.0) and self.credit != "turn":
             raise ValueError('turn_gamma is set, but only read with credit = "turn"')
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> "AlgorithmSection":
+        if self.cov_low is not None and self.cov_high is not None and self.cov_low >= self.cov_high:
+            raise ValueError(
+                f"cov_low ({self.cov_low:g}) has to be below cov_high ({self.cov_high:g})"
+            )
+        if self.top_entropy_quantile is not None and self.entropy_weight:
+            raise ValueError(
+                "top_entropy_quantile and entropy_weight: the bonus is over all tokens, the loss"
+                " over those of high entropy alone: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_fit(self) -> "AlgorithmSection":
         if (self.overlong_length is None) != (self.overlong_buffer == 0):
             raise ValueError(
                 "overlong_buffer and overlong_length belong together: set both, or neither"

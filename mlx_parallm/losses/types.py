@@ -40,8 +40,9 @@ class LossInputs:
     entropy: mx.array | None = None  # [B, T] float32, nats
     # [B, T] float32, denominator of the ratio; None: rollout_logprobs
     old_logprobs: mx.array | None = None
-    # [B, T] float32, sampler correction: multiplies each token's policy loss
+    # [B, T] float32, sampler correction, 0 outside of the top entropies: multiplies the policy loss
     weights: mx.array | None = None
+    selected: mx.array | None = None  # [B, T] float32, 1: chosen by `losses.selection`
     values: mx.array | None = None  # [B, T] float32, differentiated
     old_values: mx.array | None = None  # [B, T] float32, before the step's first update
     returns: mx.array | None = None  # [B, T] float32

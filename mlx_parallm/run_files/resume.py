@@ -116,6 +116,7 @@ MAY_CHANGE = (
             "entropy_aggregation",
             *BOUNDS,
             "off_policy_mask",
+            "top_entropy_quantile",
             "overlong_buffer",
             "overlong_length",
             "length_penalty",

@@ -21,6 +21,7 @@ REF = NEW + 0.05 * (((_I + 4 * _T) % 5) - 2)
 ENTROPY = -NEW
 MASK = np.array([[t < length for t in range(5)] for length in LENGTHS])
 ADVANTAGES = np.repeat(np.array([1, -0.5, -0.5, 0.2, -0.7, 0.5])[:, None], 5, axis=1)
+SELECTED = ((_I + 2 * _T) % 3 == 0).astype(float)
 WEIGHTS = 0.5 + 0.25 * ((_I + _T) % 4)
 
 
@@ -56,6 +57,7 @@ def inputs(
         "ref_logprobs": REF,
         "advantages": ADVANTAGES,
         "entropy": ENTROPY,
+        "selected": SELECTED,
     } | more
     return LossInputs(
         **{

@@ -96,6 +96,10 @@ FORMULAS: dict[str, Callable[[Terms], Array]] = {
     "dppo": _dppo,
     "gmpo": _gmpo,
     "vespo": _vespo,
+    "clip_cov": lambda t: np.where(fixtures.SELECTED > 0, 0, t.below(np.inf)),
+    "kl_cov": lambda t: (
+        -t.ratio * t.advantages + fixtures.SELECTED * t.settings["cov_weight"] * np.abs(t.log_ratio)
+    ),
     "reinforce": lambda t: -t.advantages * t.new,
     "importance_sampling": lambda t: -t.ratio * t.advantages,
 }
@@ -111,6 +115,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # at which a bound of every kind acts i
         **{"vespo_k_positive": 2.0, "vespo_lambda_positive": 3.0},
         **{"vespo_k_negative": 3.0, "vespo_lambda_negative": 2.0},
     },
+    "clip_cov": {"clip_ratio": 0.2, "clip_ratio_high": 0.28},
+    "kl_cov": {"cov_weight": 0.7},
     "reinforce": {},
     "importance_sampling": {},
 }

@@ -13,6 +13,7 @@ import pytest
 from mlx_parallm.config.algorithm import bounds_of, keys_of
 from mlx_parallm.losses.kl import KL_ESTIMATORS, k3, token_kl
 from mlx_parallm.losses.policy_gradient import LOSSES, Terms, policy_loss
+from mlx_parallm.losses.selection import Selection, covariances, high_entropy
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from tests.losses import fixtures, oracle
 
@@ -227,7 +228,11 @@ def test_every_kl_in_the_loss_equals_the_oracle(
 @pytest.mark.parametrize("loss", COVERED)
 def test_on_policy_every_loss_learns_and_knows_good_from_bad(loss: str, level: str) -> None:
     """At ratio 1 the gradient of each is that of -A · logprobs, up to a constant."""
-    inputs = replace(fixtures.inputs(0.6), rollout_logprobs=mx.array(fixtures.NEW, mx.float32))
+    inputs = replace(
+        fixtures.inputs(0.6),
+        rollout_logprobs=mx.array(fixtures.NEW, mx.float32),
+        selected=None,
+    )
     _, gradient = value_and_grad(
         made(loss, **({"ratio_level": level} if "ratio_level" in keys_of("grpo", loss) else {})),
         inputs,
@@ -592,3 +597,68 @@ def test_k3_of_an_absurd_difference_is_finite(d: float) -> None:
     value, gradient = mx.value_and_grad(lambda x: k3(x, mx.array([d])).sum())(mx.array([0.0]))
     assert value.item() == pytest.approx(10.0)
     assert np.isfinite(gradient.item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "settings", "chosen", "value", "norm"),
+    [
+        # verl's compute_policy_loss_kl_cov, ppo_kl_coef 1
+        ("kl_cov", 0.1, {"cov_share": 0.2}, [0, 3, 7, 23], 0.076254, 0.168172),
+        ("kl_cov", 0.6, {"cov_share": 0.3}, [0, 3, 7, 10, 20, 23], 0.281857, 0.273251),
+        ("kl_cov", 0.6, {"cov_share": 0.01}, [0], 0.101857, 0.259241),
+        # verl's compute_policy_loss_clip_cov, which draws all that there are
+        ("clip_cov", 0.0, {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 5.0}, 9, 0.035, 0.114782),
+        (
+            "clip_cov",
+            0.1,
+            {"cov_share": 1.0, "cov_low": 0.2, "cov_high": 5.0},
+            6,
+            0.043502,
+            0.128426,
+        ),
+        (
+            "clip_cov",
+            0.1,
+            {"cov_share": 1.0, "cov_low": 0.05, "cov_high": 0.2},
+            4,
+            0.022227,
+            0.146987,
+        ),
+    ],
+)
+def test_tokens_chosen_by_covariance_are_verls(
+    loss: str,
+    scale: float,
+    settings: dict[str, float],
+    chosen: list[int] | int,
+    value: float,
+    norm: float,
+) -> None:
+    mask = fixtures.MASK
+    found = Selection(loss, settings).covariant(fixtures.ADVANTAGES[mask], fixtures.NEW[mask], 1)
+    places = np.flatnonzero(mask)[found].tolist()
+    assert (places if isinstance(chosen, list) else len(places)) == chosen
+    selected = np.zeros(mask.shape)
+    selected[mask] = found
+    inputs = fixtures.inputs(scale, selected=selected)
+    got, gradient = value_and_grad(made(loss), inputs)
+    assert got == pytest.approx(value, abs=2e-6)
+    assert np.linalg.norm(gradient) == pytest.approx(norm, abs=2e-6)
+
+
+def test_selections_worked() -> None:
+    assert high_entropy(np.array([1.0, 2, 3, 5]), 0.5).tolist() == [False, False, True, True]
+    assert high_entropy(np.array([1.0, 1, 1]), 0.2).all(), "as torch.quantile and >= have it"
+    # torch.quantile(x, 0.8) of [0.1, 0.5, 0.2, 0.9, 0.4] is 0.58
+    assert high_entropy(np.array([0.1, 0.5, 0.2, 0.9, 0.4]), 0.2).tolist() == [0, 0, 0, 1, 0]
+    assert covariances(np.array([1.0, -1]), np.array([-1.0, -3])).tolist() == [1, 1]
+    some = Selection("clip_cov", {"cov_share": 0.5, "cov_low": 0.0, "cov_high": 9.0}, seed=3)
+    advantages, logprobs = np.array([1.0, -1] * 4), np.array([-1.0, -3] * 4)
+    drawn = [some.covariant(advantages, logprobs, step) for step in (1, 1, 2)]
+    assert [each.sum() for each in drawn] == [4, 4, 4]
+    assert (drawn[0] == drawn[1]).all() and (drawn[0] != drawn[2]).any(), "by seed and step"
+    none = Selection("clip_cov", {"cov_share": 0.5, "cov_low": 5.0, "cov_high": 9.0})
+    assert not none.covariant(advantages, logprobs, 1).any()
+    unselected = replace(two_tokens([0.5, 0.0], 1.0), selected=None)
+    for loss in ("clip_cov", "kl_cov"):
+        assert made(loss)(unselected).loss.item() == made("importance_sampling")(unselected).loss

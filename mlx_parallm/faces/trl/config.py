@@ -284,6 +284,9 @@ class GRPOConfig(SampledConfig):
     """vespo: the power for negative advantages."""
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: the decay for negative advantages."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens that were sampled together whose policy loss counts, those of the highest
+    entropy; not with entropy_coef."""
     off_policy_mask_threshold: float | None = Field(None, gt=0)
     """Leave completions with a negative advantage out whose mean log(sampler / policy) is above
     this, in nats (DeepSeek-V3.2)."""

@@ -129,6 +129,7 @@ HOW: Mapping[str, str] = {
     "vespo_lambda_pos": "`rl_training.vespo_lambda_positive`",
     "vespo_k_neg": "`rl_training.vespo_k_negative`",
     "vespo_lambda_neg": "`rl_training.vespo_lambda_negative`",
+    "top_entropy_quantile": "`rl_training.top_entropy_quantile`, unset for 1",
     "off_policy_mask_threshold": "`rl_training.off_policy_mask`",
     "loss_type": (
         "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type`"
@@ -522,6 +523,9 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
     bounds |= {
         "loss_aggregation": AGGREGATION[args.loss_type],
         "off_policy_mask": args.off_policy_mask_threshold,
+        "top_entropy_quantile": args.top_entropy_quantile
+        if args.top_entropy_quantile < 1
+        else None,
     }
     if args.loss_type != "vespo":  # its ratio is a sequence's
         bounds["ratio_level"] = args.importance_sampling_level

@@ -56,6 +56,7 @@ from mlx_parallm.losses.preference import (
     reward_model_loss,
     simpo_loss,
 )
+from mlx_parallm.losses.selection import SELECTING, Selection
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.distillation import Teaching
@@ -91,6 +92,7 @@ class Algorithm:
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
     `signal`: how a step learns from the scores of a companion.
+    `selection`: the tokens that the loss treats in its own way.
     """
 
     name: str
@@ -109,6 +111,11 @@ class Algorithm:
     entropy_slope: bool = True
     fuse: bool = False
     signal: Signal | None = None
+    selection: Selection | None = None
+
+    @property
+    def needs_entropies(self) -> bool:
+        return self.selection is not None and self.selection.top_entropy is not None
 
     @property
     def has_values(self) -> bool:
@@ -140,7 +147,7 @@ def taught(
 # ---------------------------------------------------------------------- on rollouts
 
 
-def policy_gradient(config: AlgorithmSection) -> Algorithm:
+def policy_gradient(config: LearningSection) -> Algorithm:
     """The configured loss on the configured advantages, functions of the user's own included.
     Raises ConfigError."""
     name = cast(str, config.loss)  # every preset has one
@@ -153,7 +160,17 @@ def policy_gradient(config: AlgorithmSection) -> Algorithm:
         finish=whitened if config.advantage_whiten else None,
         entropy_slope=config.entropy_weight > 0 or custom,
         fuse=not custom,
+        selection=_selection(config),
     )
+
+
+def _selection(config: LearningSection) -> Selection | None:
+    read = asdict(config.loss_of())
+    settings = {key: read[key] for key in SELECTING if key in read}
+    selection = Selection(
+        str(config.loss), settings, read.get("top_entropy_quantile"), seed=config.seed
+    )
+    return selection if selection.by_covariance or selection.top_entropy is not None else None
 
 
 def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptions:
@@ -168,6 +185,8 @@ def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptio
     aggregation: Aggregation = read.pop("loss_aggregation") or "token"
     level: RatioLevel = read.pop("ratio_level", None) or "token"
     off_policy_mask: float | None = read.pop("off_policy_mask")
+    for key in (*SELECTING, "top_entropy_quantile"):  # `_selection` has read them
+        read.pop(key, None)
     if "clip_ratio_high" in read and read["clip_ratio_high"] is None:
         read["clip_ratio_high"] = read["clip_ratio"]
     return LossOptions(
@@ -199,7 +218,7 @@ def whitened(prepared: PreparedBatch) -> PreparedBatch:
     return replace(prepared, advantages=whiten(values).astype(np.float32))
 
 
-def ppo(config: AlgorithmSection, options: PPOConfig) -> Algorithm:
+def ppo(config: LearningSection, options: PPOConfig) -> Algorithm:
     """PPO (arXiv:1707.06347): a value loss beside the policy loss, and generalised advantage
     estimation."""
     policy = policy_gradient(config)

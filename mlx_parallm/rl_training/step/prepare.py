@@ -40,6 +40,7 @@ from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.config.training import LearningSection
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
+from mlx_parallm.losses.selection import Selection, high_entropy
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.ops import as_data
@@ -50,8 +51,8 @@ from mlx_parallm.system.hardware import float32_is_tf32
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
 "old_logprobs" (under the weights that the step starts from) or only "stand_ins" (the same, of
-the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values", and
-those of companions (companion.py)."""
+the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values",
+"entropies", and those of companions (companion.py)."""
 
 Mismatch = tuple[float, float, float, bool]
 """Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the
@@ -159,6 +160,8 @@ class PreparedBatch:
     has_rollout_logprobs: np.ndarray  # the sender has sent a log-probability
     old_logprobs: np.ndarray | None = None  # denominator of the ratio; None: rollout_logprobs
     weights: np.ndarray | None = None
+    selected: np.ndarray | None = None
+    entropies: np.ndarray | None = None  # nats, under the weights that the step starts from
     ref_logprobs: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -177,6 +180,7 @@ class PreparedBatch:
             "advantages": self.advantages,
             "old_logprobs": self.old_logprobs,
             "weights": self.weights,
+            "selected": self.selected,
             "ref_logprobs": self.ref_logprobs,
             "old_values": self.old_values,
             "returns": self.returns,
@@ -285,8 +289,37 @@ def prepare(
     kl_penalty: float | None = None,
     finish: Finish | None = None,
     signal: Signal | None = None,
+    selection: Selection | None = None,
 ) -> PreparedBatch:
-    """The columns of a batch.
+    """The columns of a batch, with the tokens that `selection` chooses among them. Other
+    arguments: `_prepare`."""
+    prepared = _prepare(
+        batch, scores, correction=correction, kl_penalty=kl_penalty, finish=finish, signal=signal
+    )
+    if selection is None or not len(prepared.advantages):
+        return prepared
+    if selection.by_covariance:
+        logprobs = _policy_logprobs(prepared)
+        chosen = selection.covariant(prepared.advantages, logprobs, batch.step)
+        prepared = replace(prepared, selected=chosen.astype(np.float32))
+    if selection.top_entropy is not None:
+        assert prepared.entropies is not None, "scored, because the algorithm wants them"
+        counts = high_entropy(prepared.entropies, selection.top_entropy)
+        weights = 1.0 if prepared.weights is None else prepared.weights
+        prepared = replace(prepared, weights=np.asarray(counts * weights, np.float32))
+    return prepared
+
+
+def _prepare(
+    batch: TrainBatch,
+    scores: Scores,
+    *,
+    correction: SamplerCorrection | None,
+    kl_penalty: float | None,
+    finish: Finish | None,
+    signal: Signal | None,
+) -> PreparedBatch:
+    """The columns of a batch before tokens are chosen.
 
     Args:
         scores: with "old_logprobs" if there is a correction, else with "stand_ins" where
@@ -319,6 +352,7 @@ def prepare(
         old_logprobs=scores["old_logprobs"] if correction else None,
         ref_logprobs=scores.get("ref_logprobs"),
         old_values=scores.get("old_values"),
+        entropies=scores.get("entropies"),
     )
     if correction is not None:
         weights, cut = correction.weights(scores["old_logprobs"], rollout_logprobs, lengths)

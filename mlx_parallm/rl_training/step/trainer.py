@@ -640,10 +640,14 @@ class Trainer:
         scores, rows = dict(at.scores), set(range(len(batch.sequences)))
         needs_reference = self.algorithm.needs_reference
         needs_values = self.algorithm.needs_values
-        everything = needs_values or self._correction is not None
+        needs_entropies = self.algorithm.needs_entropies
+        everything = needs_values or needs_entropies or self._correction is not None
         silent = {row for row in rows if batch.sequences[row].rollout.logprobs is None}
         scored, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")
-        if (everything or silent) and name not in scores and "old_logprobs" not in scores:
+        scored_already = name in scores or "old_logprobs" in scores
+        if needs_entropies and "entropies" not in scores:
+            scored_already = False
+        if (everything or silent) and not scored_already:
             if at.updates:
                 log.warning(
                     "scored after updates of the same step: the configuration was changed",
@@ -652,7 +656,11 @@ class Trainer:
             columns = self._score_rows(batch, scored, should_stop, replay=True)
             if columns is None:
                 return None
-            scores |= {name: columns[0]} | ({"old_values": columns[2]} if needs_values else {})
+            names = (name, "entropies", "old_values")
+            wanted = (True, needs_entropies, needs_values)
+            fresh = zip(names, wanted, columns, strict=False)
+            # what an interrupted step had stays
+            scores = {name: column for name, is_wanted, column in fresh if is_wanted} | scores
         if needs_reference and "ref_logprobs" not in scores:
             with self.policy.reference():
                 columns = self._score_rows(batch, rows, should_stop)
@@ -704,6 +712,7 @@ class Trainer:
             kl_penalty=self._kl_coefficient if self.options.kl_in == "reward" else None,
             finish=self.algorithm.finish,
             signal=self.algorithm.signal,
+            selection=self.algorithm.selection,
         )
 
     def _loss(self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch) -> BatchLoss:

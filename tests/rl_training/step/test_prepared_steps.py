@@ -15,6 +15,7 @@ from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.types import Rollout
 from tests.rl_training.making import (
     assert_same_training,
     make_config,
@@ -262,6 +263,8 @@ CONFIGS = {
         "sampler_correction": "tis",
     },
     "ppo": {"algorithm": "ppo", "kl_beta": 0.05, "kl_in": "reward", "sampler_correction": "tis"},
+    "top_entropy": {"top_entropy_quantile": 0.3},
+    "clip_cov": {"algorithm": "clip_cov", "cov_share": 0.3, "cov_low": -1.0},
 }
 
 
@@ -336,3 +339,40 @@ def test_a_step_without_a_token_is_finished(name: str, left: str) -> None:
         0,
         0,
     )
+
+
+@pytest.mark.parametrize("correction", ["none", "tis"])
+def test_tokens_of_high_entropy_are_of_the_step_however_it_is_cut(correction: str) -> None:
+    """The weights of the others are 0, those of a sampler correction stay."""
+    counts = []
+    for cut in ({}, {"batch_size": 4, "token_budget": 48}):
+        seen = Seen(top_entropy_quantile=0.4, sampler_correction=correction, **cut)
+        trainer = seen.trainer()
+        batch = with_noise(trainer, make_batch(random_groups(4)), 0.2)
+        entropies = [scores[1] for scores in trainer.token_scores(rollouts_of(batch))]
+        least = np.quantile(np.concatenate(entropies), 0.6)
+        trainer.train_step(batch)
+        given = seen.constants()
+        if not cut:
+            expected = by_length(trainer, batch, entropies) >= least
+            np.testing.assert_array_equal(given[0]["weights"] > 0, expected)
+            assert (given[0]["weights"][expected] == 1).all() == (correction == "none")
+        counts.append(sum(int((part["weights"] > 0).sum()) for part in given))
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_is_chosen_by_covariance_is_of_the_step_however_it_is_cut() -> None:
+    for algorithm, settings in (("kl_cov", {}), ("clip_cov", {"cov_low": 0.0})):
+        chosen = []
+        for cut in ({}, {"batch_size": 4, "token_budget": 48}):
+            seen = Seen(algorithm=algorithm, cov_share=0.2, **settings, **cut)
+            trainer = seen.trainer()
+            trainer.train_step(with_noise(trainer, make_batch(random_groups(4)), 0.2))
+            given = seen.constants()
+            picked = [sorted(part["advantages"][part["selected"] > 0].tolist()) for part in given]
+            chosen.append(sorted(value for part in picked for value in part))
+        assert chosen[0] == chosen[1] and len(chosen[0]) > 0
+
+
+def rollouts_of(batch: TrainBatch) -> list[Rollout]:
+    return [sequence.rollout for sequence in batch.sequences]

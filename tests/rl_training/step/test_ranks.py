@@ -117,7 +117,7 @@ def together(count: int, work: Callable[[Ranks], T]) -> list[T]:
     [
         (2, {}),
         (3, {"kl_beta": 0.1, "update_epochs": 2, "batch_size": 8}),
-        (2, {"lora": False, "token_budget": 48}),
+        (2, {"lora": False, "token_budget": 48, "top_entropy_quantile": 0.4}),
         (2, {"algorithm": "ppo", "sampler_correction": "tis", "kl_beta": 0.1, "kl_in": "reward"}),
         (
             3,

@@ -1,0 +1,174 @@
+"""Nothing of TRL's is accepted and not obeyed: each argument with another value."""
+
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.faces.trl.config import (
+    SampledConfig,
+    TrainerConfig,
+)
+from mlx_parallm.faces.trl.dataset_argument import read_rows
+from tests.trl.test_mapping import CLASSES, one, schedule_of
+
+OTHER_VALUES: dict[str, Any] = {
+    **{
+        "off_policy_mask_threshold": 0.5,
+        "top_entropy_quantile": 0.2,
+        "output_dir": "elsewhere",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 7,
+        "warmup_ratio": 0.5,
+    },
+    **{
+        "optim": "lion_32bit",
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_steps": 3,
+        "report_to": "all",
+    },
+    **{
+        "eval_steps": 2,
+        "project": "mine",
+        "model_init_kwargs": {"dtype": "float32"},
+        "chat_template_path": "{{ x }}",
+    },
+    **{
+        "overrides": {"rl_training.seed": 9},
+        "chat_template_kwargs": {"x": 1},
+        "reward_weights": (0.5,),
+    },
+    **{
+        "importance_sampling_level": "sequence",
+        "scale_rewards": False,
+        "multi_objective_aggregation": "normalize_then_sum",
+        "num_generations": 4,
+        "max_length": 99,
+    },
+    **{
+        "generation_batch_size": 16,
+        "steps_per_generation": 2,
+        "max_token_length": 5000,
+        "num_generations_eval": 3,
+        "max_tool_calling_iterations": 3,
+    },
+    **{
+        "loss_weights": (0.5,),
+        "delta": 2.5,
+        "epsilon_high": 0.3,
+        "train_sampling_strategy": None,
+        "host": "::1",
+        "port": 1,
+        "max_steps": 5,
+    },
+    **{
+        "teacher_model_name_or_path": "builtin:tiny",
+        "teacher_model_init_kwargs": {"revision": "v1"},
+        "teacher_model_revision": "v1",
+    },
+    **{
+        "disable_tqdm": True,
+        "dataset_text_field": "body",
+        "center_rewards_coefficient": 0.01,
+        "label_smoothing": 0.1,
+        "save_total_limit": 5,
+        "router_aux_loss_coef": 0.001,
+        "temperature": 0.7,
+    },
+}
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("overwrite_output_dir", "logging_steps", "logging_first_step"), "test_trainers"
+    ),
+    **dict.fromkeys(("load_best_model_at_end", "serve", "dataset_text_field"), "test_trainers"),
+    "assistant_only_loss": "test_sft_on_all_turns_is_refused",
+    "shuffle_dataset": "refused (GRPO); TRL shuffles either way (SFT)",
+    "disable_dropout": "DPO, KTO: test_dpo_and_kto_have_no_dropout; GRPO's adapter never has any",
+}
+NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
+    **{
+        name: {"sync_ref_model": True, "beta": 0.1}
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
+    },
+    **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
+    **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    **{
+        f"vespo_{name}_{sign}": {"loss_type": "vespo"}
+        for name in ("k", "lambda")
+        for sign in ("pos", "neg")
+    },
+    **{
+        name: {"teacher_model_name_or_path": "/teacher"}
+        for name in ("teacher_model_init_kwargs", "teacher_model_revision")
+    },
+    "log_completions": {"logging_steps": 3},
+    "discopop_tau": {"loss_type": "discopop"},
+    **{
+        name: {"eval_strategy": "steps"}
+        for name in ("eval_steps", "num_generations_eval", "eval_on_start")
+    },
+}
+LOSS_TYPES = {
+    "GRPOConfig": "grpo",
+    "DPOConfig": "hinge",
+    "KTOConfig": "apo_zero_unpaired",
+    "SFTConfig": "dft",
+}
+
+
+def another(name: str, kind: type[TrainerConfig]) -> Any:
+    """Return a value of an argument that is not its default."""
+    default = kind.model_fields[name].get_default(call_default_factory=True)
+    if name == "loss_type":
+        return LOSS_TYPES.get(kind.__name__)
+    if name == "train_sampling_strategy":
+        return "sequential" if default == "random" else "random"
+    if name in OTHER_VALUES:
+        return OTHER_VALUES[name]
+    if isinstance(default, bool):
+        return not default
+    assert isinstance(default, int | float), name
+    return default * 2 if default else (1 if isinstance(default, int) else 0.25)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_argument_is_obeyed_or_refused(name: str) -> None:
+    """Each argument with another value changes the configuration or the counted updates, or is
+    refused: what is accepted and not obeyed is the worst that a face can do. `ELSEWHERE`: obeyed
+    by the trainer itself."""
+    kind = CLASSES[name]
+    rows = read_rows(
+        [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
+        "rows",
+    )
+
+    def made(**options: Any) -> Any:
+        args = kind(**options)
+        count = schedule_of(args)
+        lora = {"enabled": True, "lora_dropout": 0.1}
+        config = one(args, evaluated=rows if "eval_strategy" in options else None, lora=lora)
+        return config.model_dump(exclude={"environments": {"__all__": {"data"}}}), count
+
+    silent = []
+    for argument in kind.model_fields:
+        needed = {
+            key: value
+            for key, value in NEEDED.get(argument, {}).items()
+            if key in kind.model_fields
+        }
+        # rows always are
+        if argument in ELSEWHERE or (
+            argument == "eval_on_start" and not issubclass(kind, SampledConfig)
+        ):
+            continue
+        if (value := another(argument, kind)) is None:
+            continue
+        try:
+            changed = made(**needed | {argument: value})
+        except ConfigError as error:
+            silent += [] if argument in str(error) else [f"{argument}: {error}"]
+            continue
+        if repr(changed) == repr(made(**needed)):
+            silent.append(argument)
+    assert silent == []
