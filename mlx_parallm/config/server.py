@@ -40,6 +40,15 @@ class ServerConfig(Section):
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5
     % of the memory; 0 when deterministic."""
+    prefix_disk_bytes: int | None = Field(None, ge=0)
+    """Bytes of keys and values that are kept on disk, of prompts under the base or an adapter that
+    is not trained: a prompt that was read once is not computed again, after a restart either. 0 =
+    off. Default: on macOS a twentieth of the free disk, at most 20 GiB; elsewhere, when
+    deterministic, and where the base itself is trained: 0."""
+    prefix_disk: Path | None = None
+    """Directory of prefix_disk_bytes; servers may share it. Its files are this user's alone, and
+    tell what was asked to whoever can read them and has the model. Default:
+    $XDG_CACHE_HOME/mlx_parallm/prefixes, or ~/.cache."""
     buffer_cache: float = Field(0.125, ge=0, le=1)
     """Share of the memory that MLX may keep as freed buffers for its next arrays; on a CPU MLX's
     own bound is lower."""
@@ -172,6 +181,12 @@ class ServerConfig(Section):
                 'kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"'
             )
         return self
+
+    def prefix_disk_directory(self) -> Path:
+        """Return the directory of prefixes on disk."""
+        folder = self.prefix_disk
+        return cache_directory("prefixes") if folder is None else folder.expanduser()
+
 
 
 class ModelConfig(Section):

@@ -38,7 +38,11 @@ from mlx_parallm.engine.live_requests import (
     own_failure,
 )
 from mlx_parallm.engine.parts import EngineOptions, PresentWeights, room_of
+from mlx_parallm.engine.prefix_disk.arrivals import Arrivals
+from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
+from mlx_parallm.engine.prefix_disk.files import BLOCK
 from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
+from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.scheduling.scheduler import Scheduler
 from mlx_parallm.engine.scoring import NOT_FINITE, Score, ScoreQueue, Scorer
 from mlx_parallm.engine.sequence import Sequence
@@ -56,6 +60,7 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
 log = get_logger(__name__)
+READING_WAIT_S = 0.02  # for a prefix on disk, where there is nothing else to do
 SHRINK_STEPS = 512  # room of rows that have left is given back this often
 
 
@@ -69,6 +74,7 @@ class Engine:
         lora: the adapters that the serving tree's linear layers read.
         companions: of its sequences.
         grammars: those of another engine of the thread; None: its own.
+        prefix_disk: where prefixes are kept beyond the process; None: nowhere.
 
     Raises:
         ModelError: the engine cannot decode the architecture (see cache/batch.py).
@@ -83,6 +89,7 @@ class Engine:
         options: EngineOptions,
         companions: Iterable[EngineCompanion] = (),
         grammars: Grammars | None = None,
+        prefix_disk: PrefixDisk | None = None,
     ) -> None:
         self.options = options
         self.companions = EngineCompanions(companions)
@@ -110,6 +117,12 @@ class Engine:
             ends_thinking=bool(tokenizer.think_markers and tokenizer.think_markers[1]),
         )
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
+        self.arrivals: Arrivals | None = None
+        if prefix_disk is not None:
+            self.arrivals = Arrivals(prefix_disk, room.prefix_cache, weights)
+            room.block = BLOCK
+        self._saves: list[PrefixSave] = []  # of the step under way
+        self._computed_tokens, self._computing_seconds = 0, 0.0  # of steps that read prompts
         self.weights = weights
         forward = ForwardContext(model, lora, self.companions)
         self._runner = ModelRunner(
@@ -153,7 +166,8 @@ class Engine:
         """True when there is something to compute or an event to deliver."""
         if self._live.has_events or self._ahead is not None:
             return True
-        return not self.frozen and (self.scheduler.has_work or self._scoring)
+        busy = self.scheduler.has_work or self._scoring or bool(self.arrivals)
+        return not self.frozen and busy
 
     @property
     def frozen(self) -> bool:
@@ -164,6 +178,26 @@ class Engine:
     def idle(self) -> bool:
         """True when nothing runs; requests may wait while admission is paused."""
         return not self.scheduler.active and not self._scoring
+
+    @property
+    def waiting(self) -> int:
+        """The number of choices that have no row."""
+        reading = 0 if self.arrivals is None else self.arrivals.choices
+        return len(self.scheduler.waiting) + reading
+
+    @property
+    def disk_hit_tokens(self) -> int:
+        """Tokens of prompts that were read from disk."""
+        return 0 if self.arrivals is None else self.arrivals.hit_tokens
+
+    @property
+    def disk_seconds_saved(self) -> float:
+        """What computing them would have taken, by the prompts computed so far, less the time of
+        reading."""
+        if self.arrivals is None or not self._computed_tokens:
+            return 0.0
+        each = self._computing_seconds / self._computed_tokens
+        return self.arrivals.hit_tokens * each - self.arrivals.read_seconds
 
     def holds(self, request_id: str) -> bool:
         """Whether such a request has not ended."""
@@ -182,6 +216,7 @@ class Engine:
         """
         self.scheduler.room.beside = self.scores.positions
         self._lap()
+        self._take_arrivals()
         launched, self._ahead = self._ahead or self._launch(), None
         following = self._launch_after(launched) if ahead else None
         self._read(launched)
@@ -194,6 +229,14 @@ class Engine:
         self._lap("read")
         return events
 
+    def _take_arrivals(self) -> None:
+        """Queue the requests whose prefix has been read from disk."""
+        if not self.arrivals:
+            return
+        if not (self.scheduler.has_work or self._scoring or self._ahead or self._live.has_events):
+            self.arrivals.wait(READING_WAIT_S)
+        self.scheduler.add(self.arrivals.arrived())
+
     def _launch(self) -> LaunchedStep:
         """Build and start the next step: a likely draft of the only row, else all rows."""
         if self._draft_row.prepare(self._draftable_rows):
@@ -204,6 +247,8 @@ class Engine:
                 self._present.note(view)
             plan = self.scheduler.schedule(self._present.of, self._present.version)
             self._runner.move_rows(plan)
+            if self.arrivals is not None:
+                self._saves = [*plan.saves, *(each.save for each in plan.prefill if each.save)]
             build = partial(self._runner.launch, plan)
         self._lap("schedule")
         with self.weights.read() as view:
@@ -267,6 +312,8 @@ class Engine:
         took = self._lap("compute")
         if launched.prompt_tokens:
             self._pace.observe(launched.prompt_tokens, 1000 * took)
+            self._computed_tokens += launched.prompt_tokens
+            self._computing_seconds += took
             self._take_pace()
         if isinstance(launched, DraftStep):
             self._draft_row.take(launched, tokens, self._take_token)
@@ -276,6 +323,9 @@ class Engine:
             for sampled in tokens:
                 self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens
+        if self.arrivals is not None and self._saves:
+            self.arrivals.keep(self._saves)
+            self._saves = []
         self._lap("read")
 
     def add(self, request: Request) -> None:
@@ -295,7 +345,7 @@ class Engine:
             for sequence in sequences:
                 sequence.finish("length")
                 self._live.retire(sequence)
-        else:
+        elif self.arrivals is None or scoring or not self.arrivals.begin(sequences):
             self.scheduler.add(sequences)
 
     def abort(self, request_id: str) -> None:
@@ -353,7 +403,7 @@ class Engine:
 
     def _forget_rows(self) -> list[Sequence]:
         """Drop keys, values and the step under way; return the unfinished sequences."""
-        self._ahead = None
+        self._ahead, self._saves = None, []
         self._draft_row.forget()
         lost = self.scheduler.forget_rows()
         self._runner.reset()
@@ -366,8 +416,15 @@ class Engine:
         return self.scores.text(request, self._adapter_slot(request.adapter))
 
     def reset_prefix_cache(self) -> None:
-        """Drops all prefixes but those of running rows."""
+        """Drops all prefixes but those of running rows, on disk too."""
         self.scheduler.forget_prefixes()
+        if self.arrivals is not None:
+            self.arrivals.disk.clear()
+
+    def close(self) -> None:
+        """End what works beside the engine's thread."""
+        if self.arrivals is not None:
+            self.arrivals.disk.close()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""
@@ -404,6 +461,8 @@ class Engine:
         self.scheduler.room.prefix_cache.check_integrity()
         unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
+        for arrival in self.arrivals.waiting if self.arrivals else ():
+            queued |= {id(s) for s in arrival.choices if not s.finished}
         assert unfinished == queued, "a sequence is lost or left over"
 
     def _adapter_slot(self, adapter: str | None) -> AdapterSlot | None:

@@ -13,6 +13,8 @@ from mlx_parallm.engine.companions.makers import makers_of
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.lanes import divided
 from mlx_parallm.engine.parts import EngineOptions
+from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
+from mlx_parallm.engine.prefix_disk.opening import open_prefix_disk
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
@@ -27,6 +29,7 @@ from mlx_parallm.system.hardware import (
     bound_buffer_cache,
     kv_cache_bytes,
     prefix_cache_bytes,
+    prefix_disk_bytes,
     wire_memory,
 )
 from mlx_parallm.system.log import get_logger
@@ -110,15 +113,39 @@ def start_engine(
         options = replace(options, prompt_lookup=0)
     engine_tokenizer = tokenizer()
     others, chats = divided(options) if chats_first else (options, None)
-    build = partial(Engine, loaded.model, engine_tokenizer, weights, lora)
+    off = deterministic or trains_base or any(each.records_prompts for each in companions)
+    disk = _prefix_disk(server, loaded, options.prefix_cache_bytes, off=off)
+    build = partial(Engine, loaded.model, engine_tokenizer, weights, lora, prefix_disk=disk)
     thread = EngineThread(
         lambda: build(others, companions),
         names,
         turns,
-        chats=None if chats is None else lambda engine: build(chats, companions, engine.grammars),
+        chats=None
+        if chats is None
+        else lambda engine: build(chats, companions, grammars=engine.grammars),
     )
     thread.start()
     return StartedEngine(thread, names, shapes)
+
+
+def _prefix_disk(
+    server: ServerConfig, loaded: LoadedModel, prefix_cache_bytes: int, *, off: bool
+) -> PrefixDisk | None:
+    """Raises ConfigError: it is asked for without a prefix cache, or cannot be made."""
+    wanted = server.prefix_disk_bytes
+    if off and wanted:
+        get_logger(__name__).warning(
+            "server.prefix_disk_bytes is off",
+            reason="the base is trained, prompts are recorded, or the run is deterministic",
+        )
+    most = prefix_disk_bytes(wanted, server.prefix_disk_directory(), off=off)
+    if most and not prefix_cache_bytes:
+        if wanted:
+            raise ConfigError(
+                "server.prefix_disk_bytes needs server.prefix_cache_bytes, which holds what is read"
+            )
+        most = 0
+    return open_prefix_disk(server, loaded, most) if most else None
 
 
 def no_drafts(companions: Iterable[EngineCompanion], *, deterministic: bool) -> str:

@@ -42,6 +42,8 @@ _COUNTERS = {
     "prefill_tokens": "Prompt tokens really computed (n choices of one prompt count once)",
     "prefix_cache_query_tokens": "Tokens of the prompts that were looked up in the prefix cache",
     "prefix_cache_hit_tokens": "How many of them it held",
+    "prefix_disk_hit_tokens": "Prompt tokens that were read from disk (server.prefix_disk_bytes)",
+    "prefix_disk_corrupt_files": "Stored prefixes that were damaged, and removed",
     "generation_tokens": "Tokens sampled",
     "draft_tokens": "Tokens guessed by prompt lookup",
     "accepted_draft_tokens": "How many of them were sampled",
@@ -51,6 +53,8 @@ _COUNTERS = {
 }
 
 _MEMORY = {
+    "prefix_disk_bytes": "Bytes of prefixes on disk",
+    "prefix_disk_seconds_saved": "What computing the tokens read from disk would have taken longer",
     "kv_tokens": "Positions of the running sequences, shared ones counted in each",
     "kv_bytes": "Memory of their keys and values, with the room that is kept for more",
     "kv_bytes_shared": "What they would hold besides without sharing prompts",

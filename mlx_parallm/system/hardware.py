@@ -5,10 +5,12 @@ import errno
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -21,6 +23,7 @@ GIB, MIB = 2**30, 2**20
 # 1/2 of the memory that is free once the model is loaded; activations and the trainer take the rest
 KV_CACHE_SHARE = 2
 PREFIX_CACHE_SHARE = 20  # 1/20 of all memory
+PREFIX_DISK_SHARE, PREFIX_DISK_MOST = 20, 20 << 30  # 1/20 of the free disk
 # share of Metal's wired memory: a larger model leaves too little for the cache (mlx-lm's number)
 WIRED_SHARE = 0.9
 # set by mlx.launch --backend jaccl
@@ -120,6 +123,18 @@ def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes
     if configured is not None:
         return configured
     return 0 if deterministic else memory_present()[1] // (PREFIX_CACHE_SHARE * processes)
+
+
+def prefix_disk_bytes(configured: int | None, folder: Path, *, off: bool) -> int:
+    """Return `server.prefix_disk_bytes`; if it is None, on macOS 1/PREFIX_DISK_SHARE of the disk
+    that is free where `folder` is to be, at most PREFIX_DISK_MOST, and elsewhere 0. `off`: then it
+    is always 0."""
+    if off or configured is not None:
+        return 0 if off else configured or 0
+    if sys.platform != "darwin":
+        return 0
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return min(PREFIX_DISK_MOST, shutil.disk_usage(there).free // PREFIX_DISK_SHARE)
 
 
 def kv_cache_bytes(

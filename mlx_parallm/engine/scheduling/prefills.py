@@ -21,8 +21,11 @@ class PrefixSave:
 
     segment: Segment | None
     row: int
-    of: Segment | None = None
-    position: int = 0
+    of: Segment | None
+    position: int
+    key: Key
+    text: tuple[int, ...]  # up to the end of what is kept
+    owner: Sequence  # one whose text it is
 
 
 @dataclass(slots=True)

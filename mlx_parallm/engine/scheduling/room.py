@@ -153,6 +153,7 @@ class CacheRoom:
         self.prompt_cost = prompt_cost
         self.computes_together = computes_together
         self.beside = 0  # positions of a text that is scored, which has its own cache
+        self.block = 0  # states are kept on disk behind so many tokens, and multiples; 0: not
 
     # ------------------------------------------------------------ does it fit
 
@@ -236,16 +237,20 @@ class CacheRoom:
                 whole = only_began and end == len(sequence.prompt) - 1
                 stop = end if end and whole else sequence.cached
                 text = [*sequence.prompt, *sequence.tokens][:stop]
-                if save := self._save(key, tuple(text), sequence.row):
+                if save := self._save(key, tuple(text), sequence.row, sequence):
                     saves.append(save)
                     if new := save.segment:
                         new.recorded = sequence.recorded_between(new.start, new.stop)
         return saves
 
-    def _save(self, key: Key, text: tuple[int, ...], row: int) -> PrefixSave | None:
+    def _save(
+        self, key: Key, text: tuple[int, ...], row: int, owner: Sequence
+    ) -> PrefixSave | None:
         segment = self.prefix_cache.store(key, text)
         of, position = self.prefix_cache.snapshot(key, text) or (None, 0)
-        return None if segment is of is None else PrefixSave(segment, row, of, position)
+        if segment is of is None:
+            return None
+        return PrefixSave(segment, row, of, position, key, text, owner)
 
 
 class SnapshotRoom(CacheRoom):
@@ -288,6 +293,8 @@ class SnapshotRoom(CacheRoom):
         )
         places = {length for length, _ in common.most_common(2)}
         places |= {self.prefix_cache.parting(row.key, row.tokens), len(row.tokens)}
+        if self.block:
+            places.add(len(row.tokens) // self.block * self.block)
         places |= set(range(SNAPSHOT_EVERY, len(row.tokens) - SNAPSHOT_EVERY // 2, SNAPSHOT_EVERY))
         prefill.places = tuple(
             sorted(place for place in places if place >= max(SNAPSHOT_FROM, prefill.done + 1))
@@ -303,7 +310,7 @@ class SnapshotRoom(CacheRoom):
         wanted = any(sequence.feeds_prefix_cache for sequence in row.sequences)
         if stop not in prefill.places or not same_weights or not wanted:
             return None
-        return self._save(row.key, row.tokens[:stop], 0)
+        return self._save(row.key, row.tokens[:stop], 0, row.owner)
 
 
 def cache_room(

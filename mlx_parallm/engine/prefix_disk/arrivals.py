@@ -1,0 +1,214 @@
+"""Let a request wait until the prefix of its prompt that lies on disk is in the prefix cache, and
+give to the disk what the cache takes in. Engine thread only.
+
+    Engine.add   → `begin`   sequences wait here, and not in the scheduler's queue
+    Engine.step  → `arrived` parts that were read become segments; whoever has all goes to the queue
+                 → `keep`    what a step has stored, once it is evaluated
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.engine.cache.prefix import Key, PrefixCache
+from mlx_parallm.engine.prefix_disk.disk import Piece, PrefixDisk, Raw, Reading, States
+from mlx_parallm.engine.prefix_disk.files import BLOCK, hashed
+from mlx_parallm.engine.scheduling.prefills import PrefixSave
+from mlx_parallm.engine.sequence import Sequence as Choice
+from mlx_parallm.models.adapters.adapter import AdapterWeights
+from mlx_parallm.weights import SharedWeights
+
+KNOWN_ADAPTERS = 256  # whose arrays are not hashed again
+WITHOUT = {mx.bfloat16: mx.uint16}  # what numpy lacks → what has its width
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The choices of one request, and the prefix that they wait for."""
+
+    choices: list[Choice]
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where prefixes of some weights and a salt lie: on disk, and in the cache."""
+
+    root: str
+    key: Key
+
+
+class Arrivals:
+    """
+    Args:
+        disk: shared by the engines of a process.
+        cache: this engine's prefixes.
+    """
+
+    def __init__(self, disk: PrefixDisk, cache: PrefixCache, weights: SharedWeights) -> None:
+        self.disk, self._cache, self._weights = disk, cache, weights
+        self.waiting: list[Arrival] = []
+        self.hit_tokens = 0  # that were read and taken into the cache
+        self.read_seconds = 0.0
+        self._adapters: OrderedDict[int, str] = OrderedDict()  # by serial
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def choices(self) -> int:
+        """The number of choices that wait."""
+        return sum(len(arrival.choices) for arrival in self.waiting)
+
+    def begin(self, choices: list[Choice]) -> bool:
+        """Begin to read for the choices of a request, which then come out of `arrived`. False:
+        nothing can be there for them, or all of it is known."""
+        first = choices[0]
+        place = self._place_of(first)
+        text = first.prompt[: (len(first.prompt) - 1) // BLOCK * BLOCK]
+        if place is None or not text:
+            return False
+        found = self._cache.find(place.key, first.prompt)
+        known = found[-1].stop if found else 0
+        if known >= len(text):
+            return False
+        self.waiting.append(Arrival(choices, self.disk.read(place.root, text, known)))
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the oldest reading, if there is nothing else to do."""
+        if self.waiting:
+            self.waiting[0].reading.ended.wait(seconds)
+
+    def arrived(self) -> list[Choice]:
+        """Take one part of each reading into the cache; return the choices whose reading has
+        ended."""
+        ready: list[Choice] = []
+        left: list[Arrival] = []
+        for arrival in self.waiting:
+            reading, choices = arrival.reading, [c for c in arrival.choices if not c.finished]
+            reading.given_up = reading.given_up or not choices
+            ended = reading.ended.is_set()  # before the last part is taken
+            part = reading.take()
+            if part is not None and not reading.given_up:
+                reading.given_up = not self._put(choices[0], reading, part)
+            if ended and (part is None or reading.given_up):
+                self.read_seconds += reading.seconds
+                ready += choices
+            else:
+                left.append(arrival)
+        self.waiting = left
+        return ready
+
+    def keep(self, saves: Iterable[PrefixSave]) -> None:
+        """Give what a step has put into the cache to the disk. Its arrays are evaluated."""
+        for save in saves:
+            place = self._place_of(save.owner)
+            if place is None or place.key != save.key:
+                continue  # the weights have changed since
+            start = len(save.text) if save.segment is None else save.segment.start
+            pieces = self._pieces(save.key, save.text, start // BLOCK * BLOCK)
+            states = None
+            if save.of is not None and save.position % BLOCK == 0:
+                held = save.of.snapshots.get(save.position)
+                states = None if not held else States(save.position, _raw(held))
+            if pieces or states is not None:
+                self.disk.write(place.root, save.text, pieces, states)
+
+    def _pieces(self, key: Key, text: tuple[int, ...], start: int) -> list[Piece]:
+        """Return the arrays of text[start:], as far as the cache holds them; []: of no block."""
+        chunks = self._cache.held(key, text)
+        if not chunks or chunks[-1].stop < len(text) or start + BLOCK > len(text):
+            return []
+        return [
+            Piece(chunk.start, chunk.stop, _raw(chunk.segment.arrays))
+            for chunk in chunks
+            if chunk.stop > start
+        ]
+
+    def _put(self, choice: Choice, reading: Reading, part: Piece | States) -> bool:
+        """Take a part into the cache. False: the weights have changed, or there is no room."""
+        place = self._place_of(choice)
+        if place is None or place.root != reading.root:
+            return False
+        key = place.key
+        if isinstance(part, States):
+            text = reading.tokens[: part.position]
+            if (free := self._cache.snapshot(key, text)) is None:
+                return False
+            segment, position = free
+            segment.snapshots[position] = [_array(raw) for raw in part.arrays]
+            mx.eval([each for each in segment.snapshots[position] if each is not None])
+            return True
+        text = reading.tokens[: part.stop]
+        segment = self._cache.store(key, text)
+        if segment is None:
+            return self._cache.parting(key, text) == part.stop
+        segment.arrays = [_array(raw, segment.start - part.start) for raw in part.arrays]
+        mx.eval(segment.arrays)
+        self.hit_tokens += part.stop - segment.start
+        return True
+
+    def _place_of(self, choice: Choice) -> Place | None:
+        """Return where the prefixes of a choice lie now; None: its weights are trained, so nobody
+        will have them again."""
+        with self._weights.read() as view:
+            base, published = view.base_serial, view.policy_version
+        slot, salt = choice.adapter, choice.cache_salt
+        if base or (
+            slot is not None
+            and (slot.pinned or (slot.name == self._weights.policy and published > 0))
+        ):
+            return None
+        serial, adapter = 0, ""
+        if slot is not None:
+            weights = slot.weights  # a publish rebinds it
+            serial, adapter = weights.serial, self._name_of(weights)
+        root = hashed(self.disk.model.encode(), adapter.encode(), repr(salt).encode())
+        return Place(root, ((serial, False, base), salt))
+
+    def _name_of(self, adapter: AdapterWeights) -> str:
+        name = self._adapters.get(adapter.serial)
+        if name is None:
+            parts = [
+                part
+                for path, pair in sorted(adapter.layers.items())
+                for part in (f"{path} {pair.scale}", *pair.arrays)
+            ]
+            raws = _raw([part for part in parts if isinstance(part, mx.array)])
+            shapes = [f"{raw.dtype} {raw.values.shape}" for raw in raws]
+            texts = [part for part in parts if isinstance(part, str)]
+            name = hashed(repr((texts, shapes)).encode(), *(raw.values.tobytes() for raw in raws))
+            self._adapters[adapter.serial] = name
+            if len(self._adapters) > KNOWN_ADAPTERS:
+                self._adapters.popitem(last=False)
+        return name
+
+
+def _raw(arrays: Sequence[mx.array | None]) -> list[Raw | None]:
+    """Return numpy's views of evaluated arrays."""
+    shown = [
+        array if array is None or array.dtype not in WITHOUT else array.view(WITHOUT[array.dtype])
+        for array in arrays
+    ]
+    mx.eval([array for array in shown if array is not None])
+    return [
+        None if array is None or view is None else Raw(_type(array.dtype), np.asarray(view))
+        for array, view in zip(arrays, shown, strict=True)
+    ]
+
+
+def _array(raw: Raw | None, start: int = 0) -> mx.array | None:
+    """Return a copy as MLX's array, from the position `start` on."""
+    if raw is None:
+        return None
+    values = raw.values[:, :, start:] if start else raw.values
+    array, wanted = mx.array(values), getattr(mx, raw.dtype)
+    return array if array.dtype == wanted else array.view(wanted)
+
+
+def _type(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,227 @@
+"""Write prefixes to disk behind the engine's back, and read them ahead of a prefill: two threads
+that touch no MLX, shared by the engines of a process.
+
+    engine thread  `Arrivals` (arrivals.py)  → PrefixDisk.read, .write  → BlockFiles in the two threads
+
+Arrays are numpy's: views of evaluated MLX arrays on their way out, and copies on their way in. The
+recurrent layers' states after a block are a file of their own, beside the block's.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event
+from time import perf_counter
+
+import numpy as np
+
+from mlx_parallm.engine.prefix_disk.files import BLOCK, BlockFiles, block_names
+from mlx_parallm.system.log import get_logger
+
+PART = 16  # blocks that are read and handed over at once
+MOST_WAITING = 256 << 20  # bytes of arrays that wait to be written; what comes beyond is not kept
+STATE = ".state"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """An array whose type numpy may lack: `dtype` is MLX's name, `values` have its width."""
+
+    dtype: str
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions [start, stop) of a text: arrays [1, H, stop - start, ·] by kind (a layer's keys, a
+    layer's values, …)."""
+
+    start: int
+    stop: int
+    arrays: Sequence[Raw]
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The recurrent layers' states after `position` tokens; None: a layer has none yet."""
+
+    position: int
+    arrays: Sequence[Raw | None]
+
+
+@dataclass(slots=True)
+class Reading:
+    """A prefix that is being read; `parts` come in the text's order until `ended`, the states
+    last.
+
+    Attributes:
+        known: tokens from the start that need not be read.
+        seconds: that it took.
+    """
+
+    root: str
+    tokens: tuple[int, ...]
+    known: int
+    parts: SimpleQueue[Piece | States] = field(default_factory=SimpleQueue)
+    ended: Event = field(default_factory=Event)
+    given_up: bool = False
+    seconds: float = 0.0
+
+    def take(self) -> Piece | States | None:
+        """Return the next part; None: there is none now."""
+        try:
+            return self.parts.get_nowait()
+        except Empty:
+            return None
+
+
+class PrefixDisk:
+    """
+    Args:
+        files: where they lie.
+        model: stands for the base's weights, and how its keys and values are held.
+        recurrent: the model has states: a text continues only where these are stored.
+    """
+
+    def __init__(self, files: BlockFiles, model: str, *, recurrent: bool) -> None:
+        self.files, self.model, self.recurrent = files, model, recurrent
+        self.dropped_bytes = 0  # not kept: too many waited to be written
+        self._waiting = 0  # bytes
+        self._cleared = 0
+        self._reader = ThreadPoolExecutor(1, "prefix-reader")
+        self._writer = ThreadPoolExecutor(1, "prefix-writer")
+
+    def read(self, root: str, tokens: tuple[int, ...], known: int) -> Reading:
+        """Begin to read the longest prefix of `tokens` that is there."""
+        reading = Reading(root, tokens, known)
+        self._reader.submit(self._read, reading)
+        return reading
+
+    def write(
+        self, root: str, tokens: tuple[int, ...], pieces: Sequence[Piece], states: States | None
+    ) -> None:
+        """Keep the whole blocks that lie in `pieces`, and `states` if they end a block."""
+        held = [raw for piece in pieces for raw in piece.arrays]
+        held += [] if states is None else [raw for raw in states.arrays if raw is not None]
+        size = sum(raw.values.nbytes for raw in held)
+        if self._waiting + size > MOST_WAITING:
+            self.dropped_bytes += size
+            return
+        self._waiting += size
+        self._writer.submit(self._write, root, tokens, tuple(pieces), states, size, self._cleared)
+
+    def clear(self) -> None:
+        """Remove every file; what waits to be written is not kept."""
+        self._cleared += 1
+        self.files.clear()
+
+    def settle(self) -> None:
+        """Wait until all that was given is written."""
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """End the threads; what waits to be written is lost."""
+        for threads in (self._reader, self._writer):
+            threads.shutdown(cancel_futures=True)
+
+    def _read(self, reading: Reading) -> None:
+        began = perf_counter()
+        try:
+            self._read_blocks(reading)
+        except Exception:  # boundary: a prefix that cannot be read is computed
+            log.exception("prefix_not_read")
+        finally:
+            reading.seconds = perf_counter() - began
+            reading.ended.set()
+
+    def _read_blocks(self, reading: Reading) -> None:
+        names = block_names(reading.root, reading.tokens)
+        known = reading.known // BLOCK
+        count = next((i for i, name in enumerate(names) if not self.files.has(name)), len(names))
+        states = None
+        while self.recurrent and count > known and states is None:
+            states = self.files.read(names[count - 1] + STATE)
+            count -= states is None
+        for first in range(known, count, PART):
+            group = [self.files.read(name) for name in names[first : min(first + PART, count)]]
+            sound = [_raws(arrays) for arrays in group[: _first_none(group)] if arrays is not None]
+            if sound:
+                reading.parts.put(_joined(first * BLOCK, sound))
+            if len(sound) < len(group) or reading.given_up:
+                return
+        if states is not None and count > known:
+            reading.parts.put(States(count * BLOCK, _raws(states)))
+        self.files.touch(reversed(names[:count]))
+
+    def _write(
+        self,
+        root: str,
+        tokens: tuple[int, ...],
+        pieces: Sequence[Piece],
+        states: States | None,
+        size: int,
+        cleared: int,
+    ) -> None:
+        try:
+            for index, name in enumerate(block_names(root, tokens)):
+                start, stop = index * BLOCK, (index + 1) * BLOCK
+                if cleared != self._cleared:
+                    return
+                if pieces and pieces[0].start <= start and pieces[-1].stop >= stop:
+                    self.files.write(name, _arrays(_cut(pieces, start, stop)))
+                if states is not None and states.position == stop:
+                    self.files.write(name + STATE, _arrays(states.arrays))
+        except Exception:  # boundary: the engine does not depend on it
+            log.exception("prefix_not_written")
+        finally:
+            self._waiting -= size
+
+
+def _first_none(group: Sequence[object]) -> int:
+    return next((i for i, each in enumerate(group) if each is None), len(group))
+
+
+def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Raw]:
+    """Return positions [start, stop) of pieces that follow each other, by kind."""
+    parts = [
+        [
+            raw.values[:, :, max(start - piece.start, 0) : stop - piece.start]
+            for raw in piece.arrays
+        ]
+        for piece in pieces
+        if piece.start < stop and piece.stop > start
+    ]
+    names = [raw.dtype for raw in pieces[0].arrays]
+    columns = zip(*parts, strict=True)
+    return [
+        Raw(name, column[0] if len(column) == 1 else np.concatenate(column, axis=2))
+        for name, column in zip(names, columns, strict=True)
+    ]
+
+
+def _joined(start: int, blocks: Sequence[Sequence[Raw]]) -> Piece:
+    """Return consecutive blocks as one piece."""
+    columns = zip(*blocks, strict=True)
+    arrays = [
+        Raw(column[0].dtype, np.concatenate([raw.values for raw in column], axis=2))
+        for column in columns
+    ]
+    return Piece(start, start + len(blocks) * BLOCK, arrays)
+
+
+def _arrays(raws: Sequence[Raw | None]) -> dict[str, np.ndarray]:
+    """Return raw arrays by their place and type, as `_raws` reads them."""
+    return {
+        f"{place}.{'none' if raw is None else raw.dtype}": np.zeros(0, np.uint8)
+        if raw is None
+        else raw.values
+        for place, raw in enumerate(raws)
+    }
+
+
+def _raws(arrays: Mapping[str, np.ndarray]) -> list[Raw | None]:
+    named = sorted((int(key.split(".")[0]), key.split(".")[1], key) for key in arrays)
+    return [None if name == "none" else Raw(name, arrays[key]) for _, name, key in named]

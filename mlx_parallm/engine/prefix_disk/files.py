@@ -1,0 +1,204 @@
+"""Files of keys and values by blocks of tokens, which survive the process. No MLX.
+
+A block is BLOCK tokens of a text; its name is a hash of everything that its numbers depend on: the
+weights, the client's salt, and all tokens of the text up to its end (`block_names`). So a name never
+means two things, a file is never changed, and processes may share a directory. Each file is
+safetensors; its hash covers name, types, shapes and bytes, so a file that was damaged is found and
+removed.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from mlx_parallm.system.log import get_logger
+
+BLOCK = 32
+"""Tokens of a block: what is computed again behind the last one that is found."""
+PAGE = 4096  # a file takes whole pages
+ROOM_KEPT = 0.9  # of the bound, after the oldest files were removed
+REST_S = 60.0  # without writing, after the disk has refused a file
+STALE_S = 3600.0  # age of a half-written file whose process is gone
+TEMPORARY = ".part-"
+
+log = get_logger(__name__)
+Arrays = Mapping[str, np.ndarray]
+
+
+def hashed(*parts: bytes) -> str:
+    """Return 40 hexadecimal digits; the parts' borders count."""
+    state = blake2b(digest_size=20)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def block_names(root: str, tokens: Sequence[int], first: int = 0) -> list[str]:
+    """Return the names of the whole blocks of a text, each a hash of the one before and its
+    tokens.
+
+    Args:
+        root: of what its numbers depend on beside the tokens.
+        first: how many blocks `root` already stands for.
+    """
+    names = []
+    for start in range(first * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        block = ",".join(map(str, tokens[start : start + BLOCK]))  # those of images are large
+        root = hashed(root.encode(), block.encode())
+        names.append(root)
+    return names
+
+
+class BlockFiles:
+    """
+    Args:
+        folder: made if it is missing, for this user alone.
+        max_bytes: of all files; the ones that were not used for longest go first.
+
+    Raises OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self.bytes = 0  # of the files, as last counted, and of those written since
+        self.corrupt = 0  # files that were found damaged
+        self.refused = 0  # files that the disk did not take
+        self._lock = Lock()
+        self._rests_until = 0.0
+        self._cleared = 0
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._count()
+
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def read(self, name: str) -> dict[str, np.ndarray] | None:
+        """Return a file's arrays; None: it is not there, or was damaged and is removed."""
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            arrays = dict(load(data))
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            sound = header["__metadata__"]["hash"] == _hash_of(name, arrays)
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+            sound = False
+        if not sound:
+            self.corrupt += 1
+            log.warning("a stored prefix is damaged, and removed", file=str(path))
+            self._remove(path, len(data))
+            return None
+        return arrays
+
+    def write(self, name: str, arrays: Arrays) -> bool:
+        """Put a file there, whole or not at all; False: the disk does not take it, which is said
+        once, or it is there."""
+        if time.monotonic() < self._rests_until or self.has(name):
+            return False
+        whole = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+        data = save(whole, {"hash": _hash_of(name, whole)})
+        path, cleared = self._path(name), self._cleared
+        if _size(len(data)) > self.max_bytes:
+            return False
+        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+            with self._lock:  # `clear` comes before or after
+                if cleared != self._cleared:
+                    temporary.unlink()
+                    return False
+                temporary.replace(path)
+                self.bytes += _size(len(data))
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self.refused += 1
+            self._rests_until = time.monotonic() + REST_S
+            reason = error.strerror or str(error)
+            log.warning("prefixes are not written to disk for a minute", reason=reason)
+            return False
+        if self.bytes > self.max_bytes:
+            self._make_room()
+        return True
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Note a use; the last of the names is the youngest then."""
+        now = time.time_ns()
+        for age, name in enumerate(names):
+            try:
+                os.utime(self._path(name), ns=(now + age, now + age))
+            except OSError:
+                continue  # removed meanwhile
+
+    def clear(self) -> None:
+        """Remove every file."""
+        with self._lock:
+            self._cleared += 1
+            for path, _, size in self._files():
+                self._remove(path, size)
+            self.bytes = 0
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+    def _files(self) -> list[tuple[Path, int, int]]:
+        """Return path, time of last use in ns and bytes of each file; remove what killed
+        processes have left half-written."""
+        files = []
+        for folder in os.scandir(self.folder):
+            if not folder.is_dir(follow_symlinks=False) or len(folder.name) != 2:
+                continue
+            for entry in os.scandir(folder):
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue  # another process has removed it
+                if not entry.name.startswith(TEMPORARY):
+                    files.append((Path(entry.path), stat.st_mtime_ns, _size(stat.st_size)))
+                elif time.time() - stat.st_mtime > STALE_S:
+                    Path(entry.path).unlink(missing_ok=True)
+        return files
+
+    def _count(self) -> None:
+        self.bytes = sum(size for _, _, size in self._files())
+        if self.bytes > self.max_bytes:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        files = sorted(self._files(), key=lambda file: file[1])
+        self.bytes = sum(size for _, _, size in files)
+        for path, _, size in files:
+            if self.bytes <= ROOM_KEPT * self.max_bytes:
+                return
+            self._remove(path, size)
+
+    def _remove(self, path: Path, size: int) -> None:
+        try:
+            path.unlink()
+        except OSError:
+            return  # another process was faster
+        self.bytes = max(0, self.bytes - _size(size))
+
+
+def _size(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _hash_of(name: str, arrays: Arrays) -> str:
+    parts = [name.encode()]
+    for key in sorted(arrays):
+        array = arrays[key]
+        parts += [f"{key} {array.dtype} {array.shape}".encode(), array.tobytes()]
+    return hashed(*parts)
