@@ -188,7 +188,6 @@ class ServerConfig(Section):
         return cache_directory("prefixes") if folder is None else folder.expanduser()
 
 
-
 class ModelConfig(Section):
     base_path: str = "builtin:tiny"
     """Directory, hub id, GGUF file (converted once, docs/export.md), "builtin:tiny", or

@@ -19,6 +19,7 @@ from mlx_parallm.engine.companions.companion import EngineCompanion
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.engine.parts import EngineOptions
+from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
@@ -116,6 +117,7 @@ def serve(
     keep_versions: int = 1,
     tokenizer: Any = None,
     companions: Iterable[EngineCompanion] = (),
+    prefix_disk: PrefixDisk | None = None,
     **options: Any,
 ) -> Served:
     plain = copy.deepcopy(model)
@@ -123,7 +125,7 @@ def serve(
     weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
     tokenizer, limits = tokenizer or ByteTokenizer(), engine_options(**options)
-    engine = Engine(model, tokenizer, weights, lora, limits, companions)
+    engine = Engine(model, tokenizer, weights, lora, limits, companions, prefix_disk=prefix_disk)
     return Served(engine, plain, weights, lora, layers)
 
 

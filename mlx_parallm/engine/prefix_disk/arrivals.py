@@ -69,7 +69,7 @@ class Arrivals:
         first = choices[0]
         place = self._place_of(first)
         text = first.prompt[: (len(first.prompt) - 1) // BLOCK * BLOCK]
-        if place is None or not text:
+        if place is None or not text or not self._cache.max_tokens:
             return False
         found = self._cache.find(place.key, first.prompt)
         known = found[-1].stop if found else 0

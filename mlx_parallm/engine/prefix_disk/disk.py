@@ -187,10 +187,7 @@ def _first_none(group: Sequence[object]) -> int:
 def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Raw]:
     """Return positions [start, stop) of pieces that follow each other, by kind."""
     parts = [
-        [
-            raw.values[:, :, max(start - piece.start, 0) : stop - piece.start]
-            for raw in piece.arrays
-        ]
+        [raw.values[:, :, max(start - piece.start, 0) : stop - piece.start] for raw in piece.arrays]
         for piece in pieces
         if piece.start < stop and piece.stop > start
     ]

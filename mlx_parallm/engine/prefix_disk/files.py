@@ -114,7 +114,9 @@ class BlockFiles:
         temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with open(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+            ) as file:
                 file.write(data)
             with self._lock:  # `clear` comes before or after
                 if cleared != self._cleared:

@@ -24,9 +24,7 @@ WEIGHTS = (".safetensors", ".npz", ".gguf")
 SAMPLES = 1024  # numbers of each of the model's arrays that its name is made of
 
 
-def open_prefix_disk(
-    server: ServerConfig, loaded: LoadedModel, max_bytes: int
-) -> PrefixDisk:
+def open_prefix_disk(server: ServerConfig, loaded: LoadedModel, max_bytes: int) -> PrefixDisk:
     """Raises ConfigError: the directory cannot be used."""
     folder = server.prefix_disk_directory()
     try:
@@ -74,4 +72,3 @@ def _samples(model: nn.Module) -> list[bytes]:
             np.asarray(shown[name]).tobytes(),
         )
     ]
-

@@ -1,0 +1,408 @@
+"""Prefixes on disk (server.prefix_disk_bytes): a new process answers as the old one without
+computing its prompts, and nothing wrong is ever read."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.engine.prefix_disk import disk as disk_module
+from mlx_parallm.engine.prefix_disk import files as files_module
+from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, Raw
+from mlx_parallm.engine.prefix_disk.files import BLOCK, BlockFiles, block_names
+from mlx_parallm.engine.prefix_disk.opening import model_name, open_prefix_disk
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.recurrent.layers import use_chunks
+from mlx_parallm.types import Completion
+from tests.engine.helpers import (
+    Served,
+    qwen3_model,
+    ragged_prompts,
+    random_adapter,
+    request,
+    run,
+    serve,
+    short_segments,
+)
+from tests.engine.test_architectures import model_of
+
+FLIPS = int(os.environ.get("FLIPPED_BITS", "200"))
+PROMPT = ragged_prompts(1, seed=3, shortest=300, longest=300)[0]
+
+
+def started(
+    folder: Path, model=None, *, recurrent: bool = False, most: int = 1 << 26, **options
+) -> Served:
+    """An engine as a new process has it."""
+    disk = PrefixDisk(BlockFiles(folder, most), "this model", recurrent=recurrent)
+    return serve(model or qwen3_model(), prefix_disk=disk, **options)
+
+
+def answer(
+    served: Served, prompt: list[int], *, salt: str | None = None, adapter: str | None = None
+) -> Completion:
+    """A greedy answer; all that it leaves is on disk then."""
+    asked = request("a", prompt, adapter=adapter, max_tokens=6, temperature=0.0, ignore_eos=True)
+    [done] = run(served.engine, [replace(asked, cache_salt=salt)])["a"].completions
+    if served.engine.arrivals is not None:
+        served.engine.arrivals.disk.settle()
+    return done
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def halved():
+    model = qwen3_model()
+    model.update(tree_map(lambda each: each.astype(mx.bfloat16), model.parameters()))
+    return model
+
+
+def with_states(name: str):
+    model = model_of(name)
+    use_chunks(model)
+    return model
+
+
+MODELS = {
+    "attention": (qwen3_model, {}),
+    "eight bits": (lambda: qwen3_model(head_dim=32), {"kv_bits": 8}),
+    "a rectangle": (qwen3_model, {"by_tokens": False}),
+    "half precision": (halved, {}),
+    "windows": (lambda: model_of("gemma3_text"), {}),
+    "states": (lambda: with_states("mamba2"), {}),
+    "both": (lambda: with_states("falcon_h1"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_new_process_computes_one_block_at_most_and_answers_alike(kind, tmp_path):
+    make, options = MODELS[kind]
+    options = {"prefill_chunk": 64, **options}
+    on_disk = {**options, "recurrent": kind in ("states", "both")}
+    prompt = [token % 60 for token in PROMPT]  # small vocabularies have them
+    with short_segments():
+        wanted = answer(serve(make(), **options), prompt)
+        first = started(tmp_path, make(), **on_disk)
+        assert answer(first, prompt).token_ids == wanted.token_ids
+        assert first.engine.disk_hit_tokens == 0
+        again = started(tmp_path, make(), **on_disk)
+        done = answer(again, prompt)
+        assert done.token_ids == wanted.token_ids
+        in_memory = serve(make(), **options)
+        answer(in_memory, [*prompt[:288], 1])  # keys and values that lie in memory do the same
+        answered = answer(in_memory, prompt)
+        exact = answered.cached_tokens == 288  # no state of a recurrent layer lies just there
+        np.testing.assert_allclose(done.logprobs, answered.logprobs, atol=1e-6 if exact else 1e-4)
+        assert again.engine.disk_hit_tokens == done.cached_tokens == 288
+        assert again.engine.counters.prefill_tokens == 12
+        turn = [*prompt, *done.token_ids, 5, 6, 7]
+        assert answer(again, turn).token_ids == answer(in_memory, turn).token_ids
+    assert {path.stat().st_mode & 0o777 for path in files_of(tmp_path)} == {0o600}
+
+
+def test_a_prompt_that_parts_reads_what_it_has_in_common_and_adds_its_own(tmp_path):
+    other = [*PROMPT[:170], *PROMPT[:80]]
+    answer(started(tmp_path), PROMPT)
+    before = len(files_of(tmp_path))
+    served = started(tmp_path)
+    done = answer(served, other)
+    assert done.cached_tokens == served.engine.disk_hit_tokens == 160
+    assert done.token_ids == answer(serve(qwen3_model()), other).token_ids
+    assert len(files_of(tmp_path)) == before + (len(other) + 5) // BLOCK - 5
+    third = started(tmp_path)
+    answer(third, PROMPT)
+    answer(third, other)  # memory holds the beginning, the disk the rest
+    assert third.engine.disk_hit_tokens == 288 + (250 // BLOCK * BLOCK - 170)
+
+
+def test_weights_adapters_and_salts_share_nothing_unless_they_are_the_same(tmp_path):
+    def process(seed: int) -> Served:
+        served = started(tmp_path)
+        served.weights.add_adapter("mine", random_adapter(served, seed))
+        return served
+
+    first = process(1)
+    answer(first, PROMPT, salt="alice")
+    answer(first, PROMPT, adapter="mine", salt="alice")
+    same, other = process(1), process(2)
+    assert answer(same, PROMPT, salt="bob").cached_tokens == 0
+    assert answer(same, PROMPT, salt="alice").cached_tokens == 288
+    assert answer(same, PROMPT, adapter="mine", salt="alice").cached_tokens == 288
+    adapted = answer(other, PROMPT, adapter="mine", salt="alice")
+    assert adapted.cached_tokens == 0
+    plain = serve(qwen3_model())
+    plain.weights.add_adapter("mine", random_adapter(plain, 2))
+    assert adapted.token_ids == answer(plain, PROMPT, adapter="mine").token_ids
+    other.weights.add_adapter("mine", random_adapter(other, 1))  # in the other's place
+    assert answer(other, PROMPT, adapter="mine", salt="alice").cached_tokens == 288
+
+
+def test_what_a_training_publishes_is_neither_written_nor_read(tmp_path):
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path, policy="policy", keep_versions=2)
+    trained = qwen3_model(seed=1)
+    served.weights.publish_parameters(dict(tree_flatten(trained.parameters())))
+    written = len(files_of(tmp_path))
+    done = answer(served, PROMPT)
+    assert done.cached_tokens == 0 and len(files_of(tmp_path)) == written
+    assert done.token_ids == answer(serve(trained), PROMPT).token_ids
+
+    learner = started(tmp_path / "of a policy")
+    learner.weights.policy = "policy"
+    learner.weights.add_adapter("policy", random_adapter(learner, 1))
+    answer(learner, PROMPT, adapter="policy")
+    written = len(files_of(tmp_path / "of a policy"))
+    assert written, "an adapter to begin with is as any other"
+    learner.weights.publish_adapter(random_adapter(learner, 2))
+    answer(learner, PROMPT, adapter="policy")
+    assert len(files_of(tmp_path / "of a policy")) == written
+
+
+def test_a_publish_while_a_prefix_is_read(tmp_path, monkeypatch):
+    """It was read for weights that are gone: nothing of it is used."""
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    served.engine.add(request("a", PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True))
+    served.engine.arrivals.wait(10)
+    trained = qwen3_model(seed=1)
+    served.weights.publish_parameters(dict(tree_flatten(trained.parameters())))
+    [done] = run(served.engine, [])["a"].completions
+    assert done.cached_tokens == 0
+    assert done.token_ids == answer(serve(trained), PROMPT).token_ids[:4]
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
+    """`FLIPPED_BITS=5000` tries so many."""
+    files = BlockFiles(tmp_path, 1 << 20)
+    draw = np.random.default_rng(0)
+    arrays = {
+        "0.float32": draw.normal(size=(1, 2, BLOCK, 8)).astype(np.float32),
+        "1.bfloat16": draw.integers(0, 1 << 16, (1, 2, BLOCK, 8)).astype(np.uint16),
+        "2.none": np.zeros(0, np.uint8),
+    }
+    assert files.write("ab12", arrays)
+    [path] = files_of(tmp_path)
+    sound = path.read_bytes()
+    places = random.Random(0).sample(range(8 * len(sound)), FLIPS - 64) + [*range(64)]
+    for place in places:
+        damaged = bytearray(sound)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        found = files.read("ab12")
+        assert found is None, place
+        assert not path.exists()
+    assert files.corrupt == len(places)
+    for cut in (
+        b"",
+        sound[:7],
+        sound[:-1],
+        sound + b"x",
+        b"\xff" * 100,
+        sound.replace(b"F32", b"I32"),
+    ):
+        path.write_bytes(cut)
+        assert files.read("ab12") is None
+    path.write_bytes(sound)
+    path.rename(path.with_name("ab13.safetensors"))
+    assert files.read("ab13") is None, "another text's name"
+
+
+def test_a_damaged_block_is_computed_and_written_again(tmp_path):
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    root = served.engine.arrivals._place_of(
+        served.engine._maker.make(request("a", PROMPT), None)[0]
+    ).root
+    names = block_names(root, PROMPT)
+    path = served.engine.arrivals.disk.files._path(names[4])
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    done = answer(served, PROMPT)
+    assert done.cached_tokens == 4 * BLOCK
+    assert done.token_ids == answer(serve(qwen3_model()), PROMPT).token_ids
+    assert answer(started(tmp_path), PROMPT).cached_tokens == 288, "it is whole again"
+
+
+def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
+    one = started(tmp_path)
+    answer(one, PROMPT)
+    size = one.engine.arrivals.disk.files.bytes
+    assert size == sum(-(-path.stat().st_size // 4096) * 4096 for path in files_of(tmp_path))
+    others = [ragged_prompts(1, seed=seed, shortest=300, longest=300)[0] for seed in range(10, 16)]
+    served = started(tmp_path, most=3 * size)
+    for number, prompt in enumerate(others):
+        answer(served, prompt)
+        if number < 2:
+            served.engine.scheduler.forget_prefixes()
+            assert answer(served, PROMPT).cached_tokens >= 256, "it is used, so it stays"
+    assert served.engine.arrivals.disk.files.bytes <= 3 * size
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 3 * size
+    last = started(tmp_path, most=3 * size)
+    assert answer(last, others[-1]).cached_tokens == 288
+    assert answer(last, others[0]).cached_tokens < 288
+    smaller = started(tmp_path, most=size)  # a new bound holds at once
+    assert smaller.engine.arrivals.disk.files.bytes <= size
+
+
+def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monkeypatch):
+    served = started(tmp_path)
+    wanted = answer(serve(qwen3_model()), PROMPT).token_ids
+    opened = os.open
+
+    def full(path, flags, mode=0o777, **options):
+        if files_module.TEMPORARY in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, mode, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    assert answer(served, PROMPT).token_ids == wanted
+    files = served.engine.arrivals.disk.files
+    assert files.refused == 1, "then it rests"
+    assert not files_of(tmp_path)
+    monkeypatch.setattr(os, "open", opened)
+    files._rests_until = 0.0
+    answer(served, PROMPT[1:])
+    assert files_of(tmp_path)
+
+
+def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "MOST_WAITING", 1000)
+    served = started(tmp_path)
+    answer(served, PROMPT)
+    assert served.engine.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
+
+
+def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
+    served = started(tmp_path)
+    answer(served, PROMPT)
+    served.engine.reset_prefix_cache()
+    assert not files_of(tmp_path) and answer(served, PROMPT).cached_tokens == 0
+    disk = served.engine.arrivals.disk
+    many = [Raw("float32", np.zeros((1, 1, 6400, 8), np.float32))]
+    disk.write("root", tuple(range(6400)), [disk_module.Piece(0, 6400, many)], None)
+    disk.clear()
+    disk.settle()
+    assert not files_of(tmp_path)
+
+
+def test_an_abort_while_it_reads_and_a_memory_that_is_too_small(tmp_path):
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    served.engine.add(request("gone", PROMPT, n=3, max_tokens=4))
+    assert served.engine.waiting == 3
+    served.engine.abort("gone")
+    run(served.engine, [])
+    assert served.engine.waiting == 0 and served.engine.disk_hit_tokens == 0
+    token = served.engine._token_bytes
+    small = started(tmp_path, prefix_cache_bytes=100 * token)
+    assert answer(small, PROMPT).token_ids == answer(serve(qwen3_model()), PROMPT).token_ids
+    none = started(tmp_path, prefix_cache_bytes=0)
+    assert answer(none, PROMPT).cached_tokens == 0
+
+
+def test_requests_with_one_beginning_arrive_together(tmp_path):
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    requests = [
+        request(f"r{i}", [*PROMPT[: 100 + 50 * i], i], n=2, max_tokens=5, temperature=0.0, seed=i)
+        for i in range(4)
+    ]
+    outputs = run(served.engine, requests)
+    plain = run(serve(qwen3_model()).engine, requests)
+    for name, output in outputs.items():
+        for mine, its in zip(output.completions, plain[name].completions, strict=True):
+            assert mine.token_ids == its.token_ids
+    assert served.engine.disk_hit_tokens == 250 // BLOCK * BLOCK, "each block once"
+    assert served.engine.disk_seconds_saved != 0.0
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    from mlx_parallm.engine.prefix_disk.files import BlockFiles
+    files = BlockFiles(Path(sys.argv[1]), 40 << 20)
+    draw = np.random.default_rng(int(sys.argv[2]))
+    print("ready", flush=True)
+    number = 0
+    while True:
+        name = f"{draw.integers(0, 200):04d}"
+        values = np.full((1, 1, 32, 4096), int(name), np.float32)
+        files.write(name, {"0.float32": values})
+        found = files.read(f"{draw.integers(0, 200):04d}")
+        assert files.corrupt == 0
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_directory_and_are_killed_leave_only_whole_files(tmp_path):
+    for round_ in range(2):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(2 * round_ + i)],
+                stdout=subprocess.PIPE,
+            )
+            for i in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout.readline() == b"ready\n"
+        count = len(files_of(tmp_path))
+        while len(files_of(tmp_path)) < min(count + 15, 60):
+            assert all(writer.poll() is None for writer in writers)
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    files = BlockFiles(tmp_path, 40 << 20)
+    names = [path.stem for path in files_of(tmp_path) if path.name[0] != "."]
+    for name in names:
+        found = files.read(name)
+        assert found is not None and (found["0.float32"] == int(name)).all()
+    assert files.bytes <= 44 << 20 and len(names) >= 20
+
+
+def test_what_killed_processes_left_half_written_goes(tmp_path):
+    files = BlockFiles(tmp_path, 1 << 20)
+    files.write("ab12", {"0.float32": np.zeros(3, np.float32)})
+    half = files_of(tmp_path)[0].with_name(f"{files_module.TEMPORARY}1-x")
+    half.write_bytes(b"x")
+    BlockFiles(tmp_path, 1 << 20)
+    assert half.exists(), "its process may write it still"
+    os.utime(half, (0, 0))
+    BlockFiles(tmp_path, 1 << 20)
+    assert not half.exists() and len(files_of(tmp_path)) == 1
+
+
+def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    loaded = LoadedModel(qwen3_model(), {"rope_theta": 1.0}, tmp_path, 100)
+    name = model_name(loaded, None)
+    assert name == model_name(LoadedModel(qwen3_model(), {"rope_theta": 1.0}, tmp_path, 9), None)
+    changed = [
+        model_name(loaded, 8),
+        model_name(replace(loaded, config={"rope_theta": 2.0}), None),
+        model_name(replace(loaded, model=qwen3_model(seed=1)), None),
+        model_name(replace(loaded, model=halved()), None),
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"weighty")
+    changed.append(model_name(loaded, None))
+    assert len({name, *changed}) == 6
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    server = ServerConfig(prefix_disk=tmp_path / "file" / "below")
+    loaded = LoadedModel(qwen3_model(), {}, tmp_path, 100)
+    with pytest.raises(ConfigError, match=r"server\.prefix_disk: .*file"):
+        open_prefix_disk(server, loaded, 1 << 20)
