@@ -435,7 +435,7 @@ class EngineStats:
     prefix_cache_hit_tokens: int = 0  # … and how many of them it held
     prefix_disk_hit_tokens: int = 0  # tokens of prompts that were read from disk …
     prefix_disk_seconds_saved: float = 0.0  # … and what computing them would have taken longer
-    prefix_disk_bytes: int = 0  # of the files
+    prefix_disk_used_bytes: int = 0  # of the files
     prefix_disk_corrupt_files: int = 0  # that were damaged, and are removed
     draft_tokens: int = 0  # guessed by prompt lookup …
     accepted_draft_tokens: int = 0  # … and how many of them were sampled

@@ -39,6 +39,7 @@ PROMISED_TWICE = {"RewardConfig"}  # TRL's, and the specification's of the orche
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its own file
     "rl_training.step.learning_rate": "the schedule of the rate is looked for by this name",
     "engine.scheduling.prefill_pace": "plain Python beside the engine, which computes",
+    "engine.prefix_disk.opening": "reads the model's files and arrays, which the folder's rest does not",
     "engine.decoding.prompt_lookup": "plain Python beside the engine, which computes",
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",

@@ -38,7 +38,7 @@ from mlx_parallm.engine.live_requests import (
     own_failure,
 )
 from mlx_parallm.engine.parts import EngineOptions, PresentWeights, room_of
-from mlx_parallm.engine.prefix_disk.arrivals import Arrivals
+from mlx_parallm.engine.prefix_disk.arrivals import PrefixArrivals
 from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
 from mlx_parallm.engine.prefix_disk.files import BLOCK
 from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
@@ -117,9 +117,9 @@ class Engine:
             ends_thinking=bool(tokenizer.think_markers and tokenizer.think_markers[1]),
         )
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
-        self.arrivals: Arrivals | None = None
+        self.arrivals: PrefixArrivals | None = None
         if prefix_disk is not None:
-            self.arrivals = Arrivals(prefix_disk, room.prefix_cache, weights)
+            self.arrivals = PrefixArrivals(prefix_disk, room.prefix_cache, weights)
             room.block = BLOCK
         self._saves: list[PrefixSave] = []  # of the step under way
         self._computed_tokens, self._computing_seconds = 0, 0.0  # of steps that read prompts
@@ -192,8 +192,8 @@ class Engine:
 
     @property
     def disk_seconds_saved(self) -> float:
-        """What computing them would have taken, by the prompts computed so far, less the time of
-        reading."""
+        """The seconds that computing them would have taken, by the prompts computed so far, less
+        those of reading."""
         if self.arrivals is None or not self._computed_tokens:
             return 0.0
         each = self._computing_seconds / self._computed_tokens

@@ -137,7 +137,9 @@ class EngineThread:
             holders=tuple(engine.holders),
             prefix_disk_hit_tokens=sum(each.disk_hit_tokens for each in lanes),
             prefix_disk_seconds_saved=sum(each.disk_seconds_saved for each in lanes),
-            prefix_disk_bytes=0 if engine.arrivals is None else engine.arrivals.disk.files.bytes,
+            prefix_disk_used_bytes=0
+            if engine.arrivals is None
+            else engine.arrivals.disk.files.bytes,
             prefix_disk_corrupt_files=0
             if engine.arrivals is None
             else engine.arrivals.disk.files.corrupt,

@@ -53,7 +53,7 @@ _COUNTERS = {
 }
 
 _MEMORY = {
-    "prefix_disk_bytes": "Bytes of prefixes on disk",
+    "prefix_disk_used_bytes": "Bytes of prefixes on disk",
     "prefix_disk_seconds_saved": "What computing the tokens read from disk would have taken longer",
     "kv_tokens": "Positions of the running sequences, shared ones counted in each",
     "kv_bytes": "Memory of their keys and values, with the room that is kept for more",

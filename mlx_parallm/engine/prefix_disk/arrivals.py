@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixCache
-from mlx_parallm.engine.prefix_disk.disk import Piece, PrefixDisk, Raw, Reading, States
+from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, PrefixReading, Raw, States, StoredPiece
 from mlx_parallm.engine.prefix_disk.files import BLOCK, hashed
 from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.sequence import Sequence as Choice
@@ -23,6 +23,13 @@ from mlx_parallm.weights import SharedWeights
 
 KNOWN_ADAPTERS = 256  # whose arrays are not hashed again
 WITHOUT = {mx.bfloat16: mx.uint16}  # what numpy lacks → what has its width
+TYPES = {  # of keys, values and states, quantised ones too
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "uint32": mx.uint32,
+}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(slots=True)
@@ -30,7 +37,7 @@ class Arrival:
     """The choices of one request, and the prefix that they wait for."""
 
     choices: list[Choice]
-    reading: Reading
+    reading: PrefixReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class Place:
     key: Key
 
 
-class Arrivals:
+class PrefixArrivals:
     """
     Args:
         disk: shared by the engines of a process.
@@ -71,11 +78,11 @@ class Arrivals:
         text = first.prompt[: (len(first.prompt) - 1) // BLOCK * BLOCK]
         if place is None or not text or not self._cache.max_tokens:
             return False
-        found = self._cache.find(place.key, first.prompt)
-        known = found[-1].stop if found else 0
-        if known >= len(text):
+        chunks = self._cache.find(place.key, first.prompt)
+        start = chunks[-1].stop if chunks else 0
+        if start >= len(text):
             return False
-        self.waiting.append(Arrival(choices, self.disk.read(place.root, text, known)))
+        self.waiting.append(Arrival(choices, self.disk.read(place.root, text, start)))
         return True
 
     def wait(self, seconds: float) -> None:
@@ -114,22 +121,22 @@ class Arrivals:
             states = None
             if save.of is not None and save.position % BLOCK == 0:
                 held = save.of.snapshots.get(save.position)
-                states = None if not held else States(save.position, _raw(held))
+                states = None if not held else States(save.position, _raw_states(held))
             if pieces or states is not None:
                 self.disk.write(place.root, save.text, pieces, states)
 
-    def _pieces(self, key: Key, text: tuple[int, ...], start: int) -> list[Piece]:
+    def _pieces(self, key: Key, text: tuple[int, ...], start: int) -> list[StoredPiece]:
         """Return the arrays of text[start:], as far as the cache holds them; []: of no block."""
         chunks = self._cache.held(key, text)
         if not chunks or chunks[-1].stop < len(text) or start + BLOCK > len(text):
             return []
         return [
-            Piece(chunk.start, chunk.stop, _raw(chunk.segment.arrays))
+            StoredPiece(chunk.start, chunk.stop, _raw(chunk.segment.arrays))
             for chunk in chunks
             if chunk.stop > start
         ]
 
-    def _put(self, choice: Choice, reading: Reading, part: Piece | States) -> bool:
+    def _put(self, choice: Choice, reading: PrefixReading, part: StoredPiece | States) -> bool:
         """Take a part into the cache. False: the weights have changed, or there is no room."""
         place = self._place_of(choice)
         if place is None or place.root != reading.root:
@@ -139,11 +146,14 @@ class Arrivals:
             text = reading.tokens[: part.position]
             if (free := self._cache.snapshot(key, text)) is None:
                 return False
-            segment, position = free
-            segment.snapshots[position] = [_array(raw) for raw in part.arrays]
-            mx.eval([each for each in segment.snapshots[position] if each is not None])
+            holder, position = free
+            states = [None if raw is None else _array(raw) for raw in part.arrays]
+            mx.eval([each for each in states if each is not None])
+            holder.snapshots[position] = states
             return True
         text = reading.tokens[: part.stop]
+        if self._cache.parting(key, text) < part.start:
+            return False  # what stood before it has left the cache meanwhile
         segment = self._cache.store(key, text)
         if segment is None:
             return self._cache.parting(key, text) == part.stop
@@ -188,27 +198,24 @@ class Arrivals:
         return name
 
 
-def _raw(arrays: Sequence[mx.array | None]) -> list[Raw | None]:
+def _raw(arrays: Sequence[mx.array]) -> list[Raw]:
     """Return numpy's views of evaluated arrays."""
     shown = [
-        array if array is None or array.dtype not in WITHOUT else array.view(WITHOUT[array.dtype])
-        for array in arrays
+        array.view(WITHOUT[array.dtype]) if array.dtype in WITHOUT else array for array in arrays
     ]
-    mx.eval([array for array in shown if array is not None])
+    mx.eval(shown)
     return [
-        None if array is None or view is None else Raw(_type(array.dtype), np.asarray(view))
-        for array, view in zip(arrays, shown, strict=True)
+        Raw(NAMES[array.dtype], np.asarray(view)) for array, view in zip(arrays, shown, strict=True)
     ]
 
 
-def _array(raw: Raw | None, start: int = 0) -> mx.array | None:
+def _raw_states(arrays: Sequence[mx.array | None]) -> list[Raw | None]:
+    raws = iter(_raw([array for array in arrays if array is not None]))
+    return [None if array is None else next(raws) for array in arrays]
+
+
+def _array(raw: Raw, start: int = 0) -> mx.array:
     """Return a copy as MLX's array, from the position `start` on."""
-    if raw is None:
-        return None
     values = raw.values[:, :, start:] if start else raw.values
-    array, wanted = mx.array(values), getattr(mx, raw.dtype)
-    return array if array.dtype == wanted else array.view(wanted)
-
-
-def _type(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+    array, dtype = mx.array(values), TYPES[raw.dtype]
+    return array if array.dtype == dtype else array.view(dtype)

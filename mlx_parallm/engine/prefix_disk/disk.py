@@ -1,7 +1,7 @@
 """Write prefixes to disk behind the engine's back, and read them ahead of a prefill: two threads
 that touch no MLX, shared by the engines of a process.
 
-    engine thread  `Arrivals` (arrivals.py)  → PrefixDisk.read, .write  → BlockFiles in the two threads
+    engine thread  `PrefixArrivals` → PrefixDisk.read, .write  → BlockFiles, in the two threads
 
 Arrays are numpy's: views of evaluated MLX arrays on their way out, and copies on their way in. The
 recurrent layers' states after a block are a file of their own, beside the block's.
@@ -35,9 +35,9 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Positions [start, stop) of a text: arrays [1, H, stop - start, ·] by kind (a layer's keys, a
-    layer's values, …)."""
+class StoredPiece:
+    """Positions [start, stop) of a text: arrays [1, H, ≥ stop - start, ·] by kind (a layer's keys,
+    a layer's values, …); what is behind `stop` belongs to another text."""
 
     start: int
     stop: int
@@ -53,24 +53,24 @@ class States:
 
 
 @dataclass(slots=True)
-class Reading:
+class PrefixReading:
     """A prefix that is being read; `parts` come in the text's order until `ended`, the states
     last.
 
     Attributes:
-        known: tokens from the start that need not be read.
+        start: what stands before it is in the engine's cache.
         seconds: that it took.
     """
 
     root: str
     tokens: tuple[int, ...]
-    known: int
-    parts: SimpleQueue[Piece | States] = field(default_factory=SimpleQueue)
+    start: int
+    parts: SimpleQueue[StoredPiece | States] = field(default_factory=SimpleQueue)
     ended: Event = field(default_factory=Event)
     given_up: bool = False
     seconds: float = 0.0
 
-    def take(self) -> Piece | States | None:
+    def take(self) -> StoredPiece | States | None:
         """Return the next part; None: there is none now."""
         try:
             return self.parts.get_nowait()
@@ -94,14 +94,18 @@ class PrefixDisk:
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
         self._writer = ThreadPoolExecutor(1, "prefix-writer")
 
-    def read(self, root: str, tokens: tuple[int, ...], known: int) -> Reading:
-        """Begin to read the longest prefix of `tokens` that is there."""
-        reading = Reading(root, tokens, known)
+    def read(self, root: str, tokens: tuple[int, ...], start: int) -> PrefixReading:
+        """Begin to read the longest prefix of `tokens` that is there, from `start` on."""
+        reading = PrefixReading(root, tokens, start)
         self._reader.submit(self._read, reading)
         return reading
 
     def write(
-        self, root: str, tokens: tuple[int, ...], pieces: Sequence[Piece], states: States | None
+        self,
+        root: str,
+        tokens: tuple[int, ...],
+        pieces: Sequence[StoredPiece],
+        states: States | None,
     ) -> None:
         """Keep the whole blocks that lie in `pieces`, and `states` if they end a block."""
         held = [raw for piece in pieces for raw in piece.arrays]
@@ -127,7 +131,7 @@ class PrefixDisk:
         for threads in (self._reader, self._writer):
             threads.shutdown(cancel_futures=True)
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: PrefixReading) -> None:
         began = perf_counter()
         try:
             self._read_blocks(reading)
@@ -137,22 +141,24 @@ class PrefixDisk:
             reading.seconds = perf_counter() - began
             reading.ended.set()
 
-    def _read_blocks(self, reading: Reading) -> None:
+    def _read_blocks(self, reading: PrefixReading) -> None:
         names = block_names(reading.root, reading.tokens)
-        known = reading.known // BLOCK
+        begin = reading.start // BLOCK
         count = next((i for i, name in enumerate(names) if not self.files.has(name)), len(names))
         states = None
-        while self.recurrent and count > known and states is None:
+        while self.recurrent and count > begin and states is None:
             states = self.files.read(names[count - 1] + STATE)
             count -= states is None
-        for first in range(known, count, PART):
+        for first in range(begin, count, PART):
             group = [self.files.read(name) for name in names[first : min(first + PART, count)]]
-            sound = [_raws(arrays) for arrays in group[: _first_none(group)] if arrays is not None]
+            sound = [
+                _whole(_raws(each)) for each in group[: _first_none(group)] if each is not None
+            ]
             if sound:
                 reading.parts.put(_joined(first * BLOCK, sound))
             if len(sound) < len(group) or reading.given_up:
                 return
-        if states is not None and count > known:
+        if states is not None and count > begin:
             reading.parts.put(States(count * BLOCK, _raws(states)))
         self.files.touch(reversed(names[:count]))
 
@@ -160,7 +166,7 @@ class PrefixDisk:
         self,
         root: str,
         tokens: tuple[int, ...],
-        pieces: Sequence[Piece],
+        pieces: Sequence[StoredPiece],
         states: States | None,
         size: int,
         cleared: int,
@@ -180,14 +186,21 @@ class PrefixDisk:
             self._waiting -= size
 
 
+def _whole(raws: Sequence[Raw | None]) -> list[Raw]:
+    return [raw for raw in raws if raw is not None]
+
+
 def _first_none(group: Sequence[object]) -> int:
     return next((i for i, each in enumerate(group) if each is None), len(group))
 
 
-def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Raw]:
+def _cut(pieces: Sequence[StoredPiece], start: int, stop: int) -> list[Raw]:
     """Return positions [start, stop) of pieces that follow each other, by kind."""
     parts = [
-        [raw.values[:, :, max(start - piece.start, 0) : stop - piece.start] for raw in piece.arrays]
+        [
+            raw.values[:, :, max(start - piece.start, 0) : min(stop, piece.stop) - piece.start]
+            for raw in piece.arrays
+        ]
         for piece in pieces
         if piece.start < stop and piece.stop > start
     ]
@@ -199,14 +212,14 @@ def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Raw]:
     ]
 
 
-def _joined(start: int, blocks: Sequence[Sequence[Raw]]) -> Piece:
+def _joined(start: int, blocks: Sequence[Sequence[Raw]]) -> StoredPiece:
     """Return consecutive blocks as one piece."""
     columns = zip(*blocks, strict=True)
     arrays = [
         Raw(column[0].dtype, np.concatenate([raw.values for raw in column], axis=2))
         for column in columns
     ]
-    return Piece(start, start + len(blocks) * BLOCK, arrays)
+    return StoredPiece(start, start + len(blocks) * BLOCK, arrays)
 
 
 def _arrays(raws: Sequence[Raw | None]) -> dict[str, np.ndarray]:

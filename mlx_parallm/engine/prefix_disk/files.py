@@ -1,10 +1,9 @@
 """Files of keys and values by blocks of tokens, which survive the process. No MLX.
 
 A block is BLOCK tokens of a text; its name is a hash of everything that its numbers depend on: the
-weights, the client's salt, and all tokens of the text up to its end (`block_names`). So a name never
-means two things, a file is never changed, and processes may share a directory. Each file is
-safetensors; its hash covers name, types, shapes and bytes, so a file that was damaged is found and
-removed.
+weights, the client's salt, and all tokens of the text up to its end (`block_names`). So a name
+never means two things, a file is never changed, and processes may share a directory. Each file is
+safetensors; its hash covers name, types, shapes and bytes, so a damaged file is found and removed.
 """
 
 import json
@@ -114,9 +113,8 @@ class BlockFiles:
         temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(
-                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
-            ) as file:
+            kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(os.open(temporary, kind, 0o600), "wb") as file:
                 file.write(data)
             with self._lock:  # `clear` comes before or after
                 if cleared != self._cleared:

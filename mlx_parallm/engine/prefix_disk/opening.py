@@ -9,13 +9,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.engine.cache.prefill import leaves
 from mlx_parallm.engine.prefix_disk.arrivals import WITHOUT
 from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
 from mlx_parallm.engine.prefix_disk.files import BlockFiles, hashed
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.mlx_lm_api import ArraysCache, make_prompt_cache
-from mlx_parallm.engine.cache.prefill import leaves
 
 FORMAT = 1
 """Of the files, and of how keys and values are computed: another number leaves the old files to be
@@ -49,8 +49,8 @@ def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:
         if path.suffix in WEIGHTS
     ]
     config = json.dumps(loaded.config, sort_keys=True, default=str)
-    told = repr((FORMAT, files, config, kv_bits)).encode()
-    return hashed(told, *_samples(loaded.model))
+    settings = repr((FORMAT, files, config, kv_bits)).encode()
+    return hashed(settings, *_samples(loaded.model))
 
 
 def _files(path: Path) -> list[Path]:

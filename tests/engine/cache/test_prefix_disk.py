@@ -124,8 +124,29 @@ def test_a_prompt_that_parts_reads_what_it_has_in_common_and_adds_its_own(tmp_pa
     assert len(files_of(tmp_path)) == before + (len(other) + 5) // BLOCK - 5
     third = started(tmp_path)
     answer(third, PROMPT)
-    answer(third, other)  # memory holds the beginning, the disk the rest
+    told = answer(third, other)  # memory holds the beginning, the disk the rest
     assert third.engine.disk_hit_tokens == 288 + (250 // BLOCK * BLOCK - 170)
+    np.testing.assert_allclose(told.logprobs, done.logprobs, atol=1e-5)
+
+
+def test_many_texts_that_part_anywhere_are_read_as_they_were(tmp_path):
+    """Of trees of random texts, over several processes: each answer is that without a disk."""
+    draw = random.Random(0)
+    texts = [list(PROMPT[: draw.randrange(20, 100)])]
+    for _ in range(24):
+        stem = draw.choice(texts)
+        own = [draw.randrange(290) for _ in range(draw.randrange(1, 90))]
+        texts.append(stem[: draw.randrange(1, len(stem))] + own)
+    plain = serve(qwen3_model(), prefix_cache_bytes=0)
+    read = 0
+    for process in range(4):
+        served = started(tmp_path)
+        for text in draw.sample(texts, 8):
+            done, wanted = answer(served, text), answer(plain, text)
+            np.testing.assert_allclose(done.logprobs, wanted.logprobs, atol=1e-4)
+            assert done.token_ids == wanted.token_ids, process
+        read += served.engine.disk_hit_tokens
+    assert read > 10 * BLOCK
 
 
 def test_weights_adapters_and_salts_share_nothing_unless_they_are_the_same(tmp_path):
@@ -196,7 +217,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
     assert files.write("ab12", arrays)
     [path] = files_of(tmp_path)
     sound = path.read_bytes()
-    places = random.Random(0).sample(range(8 * len(sound)), FLIPS - 64) + [*range(64)]
+    places = [*random.Random(0).sample(range(8 * len(sound)), FLIPS - 64), *range(64)]
     for place in places:
         damaged = bytearray(sound)
         damaged[place // 8] ^= 1 << place % 8
@@ -291,7 +312,7 @@ def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
     assert not files_of(tmp_path) and answer(served, PROMPT).cached_tokens == 0
     disk = served.engine.arrivals.disk
     many = [Raw("float32", np.zeros((1, 1, 6400, 8), np.float32))]
-    disk.write("root", tuple(range(6400)), [disk_module.Piece(0, 6400, many)], None)
+    disk.write("root", tuple(range(6400)), [disk_module.StoredPiece(0, 6400, many)], None)
     disk.clear()
     disk.settle()
     assert not files_of(tmp_path)
