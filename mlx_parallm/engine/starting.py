@@ -8,7 +8,11 @@ from functools import partial
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.companions.companion import EngineCompanion, ModelToServe
+from mlx_parallm.engine.companions.companion import (
+    EngineCompanion,
+    EngineCompanions,
+    ModelToServe,
+)
 from mlx_parallm.engine.companions.makers import makers_of
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.lanes import divided
@@ -113,7 +117,7 @@ def start_engine(
         options = replace(options, prompt_lookup=0)
     engine_tokenizer = tokenizer()
     others, chats = divided(options) if chats_first else (options, None)
-    off = deterministic or trains_base or any(each.records_prompts for each in companions)
+    off = deterministic or trains_base or EngineCompanions(companions).records_prompts
     disk = _prefix_disk(server, loaded, options.prefix_cache_bytes, off=off)
     build = partial(Engine, loaded.model, engine_tokenizer, weights, lora, prefix_disk=disk)
     thread = EngineThread(
