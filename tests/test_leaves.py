@@ -15,8 +15,7 @@ from mlx_parallm.config.arguments import Arguments
 from mlx_parallm.config.environment import Section
 from mlx_parallm.config.leaves import LEAVES, Command, Leaf, imported, leaves
 from mlx_parallm.config.load import Config, CoreConfig
-from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.state import BaseEnvironment
+from mlx_parallm.environments.base import AnyEnvironment
 from tests.docs.docs_blocks import blocks
 from tests.source_trees import PACKAGE, ROOT, sources
 from tests.test_architecture import CORE_UNITS, unit_of
@@ -88,10 +87,7 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
     for hook, count in hooks:
         if hook is not None:
             inspect.signature(imported(hook)).bind(*[None] * count)
-    assert all(
-        issubclass(imported(place), BaseEnvironment | EnvironmentSource)
-        for place in leaf.environments.values()
-    )
+    assert all(issubclass(imported(place), AnyEnvironment) for place in leaf.environments.values())
     assert all(
         isinstance(command, Command) and issubclass(imported(command.arguments), Arguments)
         for command in leaf.commands

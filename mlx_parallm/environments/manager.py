@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -337,7 +337,9 @@ class RolloutManager(RolloutScheduler):
         config = config or RolloutConfig()
         if num_parallel is not None:
             config = dataclasses.replace(config, num_parallel=num_parallel)
-        played = [environments] if isinstance(environments, AnyEnvironment) else list(environments)
+        played: list[Any] = [environments]
+        if isinstance(environments, Iterable) and not isinstance(environments, AnyEnvironment):
+            played = list(environments)
         sources = _as_sources(played, config)
         super().__init__(
             sources,
@@ -578,5 +580,6 @@ def _as_source(
 ) -> EnvironmentSource:
     if isinstance(environment, EnvironmentSource):
         return environment
-    assert isinstance(environment, BaseEnvironment), "there are no other environments"
+    if not isinstance(environment, BaseEnvironment):
+        raise ConfigError(f"RolloutManager: {environment!r} is no instance of a BaseEnvironment")
     return StateSource(entry, lambda: environment, seed=seed, name=name)

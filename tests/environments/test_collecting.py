@@ -298,6 +298,9 @@ def test_the_adapter_is_the_inferences_own_at_each_call(manager_of, tokenizer):
 def test_what_cannot_be_collected_is_told(manager_of, tokenizer, managed):
     with pytest.raises(ConfigError, match="no engine in this process"):
         RolloutManager(Walk())
+    for wrong in (Walk, [Walk], [3]):
+        with pytest.raises(ConfigError, match="no instance"):
+            RolloutManager(wrong)
     with pytest.raises(ConfigError, match="num_parallel"):
         RolloutConfig(num_parallel=0)
     with_sink, _ = managed(ScriptedClient(tokenizer, lambda *_: "x"))
