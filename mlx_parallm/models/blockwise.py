@@ -49,7 +49,6 @@ from mlx_parallm.models.heads.language_head import (
     token_scores,
 )
 from mlx_parallm.models.heads.value_head import is_value_head, value_head_of
-from mlx_parallm.models.images.embedding import FeatureGradient, own_slots
 from mlx_parallm.models.layer_stack import (
     ROUNDED,
     BlockCall,
@@ -78,7 +77,7 @@ from mlx_parallm.models.layouts.layout import (
     layout_of,
 )
 from mlx_parallm.models.ops import fused, unpacks
-from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.parameters import FeatureGradient, ParameterSlots, own_slots
 from mlx_parallm.models.sums import PassProof, Signals, flags_of
 from mlx_parallm.system.device.traits import compiles_gradients, may_lose_results
 
@@ -120,8 +119,8 @@ class BlockwiseModel:
         self.slots = ParameterSlots(model)
         self.feature_slopes: mx.array | None = None
         self._features = features
-        # gradients of `slots`, then those of the image features
-        self._places = ParameterSlots(model, features.table.held if features else None)
+        # gradients of `slots`, then those of the features
+        self._places = ParameterSlots(model, features.held if features else None)
         self._own = own_slots(self._places.names, features)
         self._between_blocks = between_blocks
         self.longest_eval_ms, self.loss_reached = 0.0, True
@@ -210,7 +209,7 @@ class BlockwiseModel:
         ]
         if self._features is not None:
             for group, slots in zip(self._groups, self._group_slots, strict=True):
-                slots += [len(self.slots)] * (group.start < self._features.table.levels)
+                slots += [len(self.slots)] * (group.start < self._features.levels)
 
     def _group_for(self, batch: TokenBatch) -> None:
         """Choose how many blocks are evaluated together, if that is not set."""

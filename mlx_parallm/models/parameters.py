@@ -7,6 +7,7 @@ an array that the serving tree shares.
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -61,6 +62,30 @@ class ParameterSlots:
             yield
         finally:
             self.write(before, indices)
+
+
+def of_part(path: str, parts: Iterable[str]) -> bool:
+    """Whether the module or array at `path` is one of these parts, or in one."""
+    return any(path == part or path.startswith(f"{part}.") for part in parts)
+
+
+@dataclass(frozen=True)
+class FeatureGradient:
+    """Inputs of a model that are differentiated beside its parameters: the one array [N, …] that is
+    `held`, by its name.
+
+    `parts`: paths of the modules in the tree that make them; `levels`: blocks that read them too.
+    """
+
+    held: MutableMapping[str, Any]
+    parts: Sequence[str]
+    levels: int = 0
+
+
+def own_slots(names: Sequence[str], features: FeatureGradient | None) -> list[int]:
+    """Return which of these parameters a model's own forward reads: all but those of `parts`."""
+    parts = () if features is None else features.parts
+    return [slot for slot, name in enumerate(names) if not of_part(name, parts)]
 
 
 def check_weights(model: nn.Module, weights: Mapping[str, mx.array]) -> None:

@@ -37,6 +37,11 @@ def shown_of(rollout: Rollout) -> dict[str, list[str]]:
     return {each.shown: each.names(rollout) for each in COMPANIONS if each.shown}
 
 
+def first_shown(rollout: Rollout) -> str:
+    """Name the first thing that a rollout shows beside its texts; "": it shows none."""
+    return next((name for name, names in shown_of(rollout).items() if names), "")
+
+
 def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
     """Return a group from outside, whose recorded experts the trainer can repeat: `Experts.fit`."""
     return _EXPERTS.fit(group, experts)

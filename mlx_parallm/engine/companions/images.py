@@ -26,9 +26,10 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.images.embedding import ImageTable, admit_images
-from mlx_parallm.models.images.encoder import ImageEncoder, TowerOutputs, of_part
+from mlx_parallm.models.images.encoder import ImageEncoder, TowerOutputs
 from mlx_parallm.models.images.positions import image_positions
 from mlx_parallm.models.images.spans import TEXT, image_numbers
+from mlx_parallm.models.parameters import of_part
 from mlx_parallm.types import PromptImage, Request
 
 _FEATURES = 1 << 24  # more than an image can have

@@ -9,9 +9,8 @@ ids and knows nothing of images. The layers stay the modules that they were, of 
 parameters and a tied head do not change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -20,7 +19,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.images.encoder import of_part
 from mlx_parallm.models.images.positions import RopePositions, admit_positions
 from mlx_parallm.models.images.spans import ImageSpans, admit_spans
 
@@ -117,23 +115,6 @@ class ImageTable:
         columns = features[:, start : start + self.width]
         rows = self.of_ids(ids, columns).astype(hidden.dtype)
         return hidden + mx.where(is_text[..., None], mx.zeros_like(rows), rows)
-
-
-@dataclass(frozen=True)
-class FeatureGradient:
-    """Features of images that are differentiated: `table.features` is an array, [N, …].
-
-    `parts`: paths of the modules in the tree that make them.
-    """
-
-    table: ImageTable
-    parts: Sequence[str]
-
-
-def own_slots(names: Sequence[str], features: FeatureGradient | None) -> list[int]:
-    """Return which of these parameters a model's own forward reads: all but those of `parts`."""
-    parts = () if features is None else features.parts
-    return [slot for slot, name in enumerate(names) if not of_part(name, parts)]
 
 
 class _ReadsImages:

@@ -6,7 +6,7 @@ they have there from then on. So whatever publishes, saves, adapts or restores w
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.models.parameters import of_part
 from mlx_parallm.types import PromptImage
 
 
@@ -90,11 +91,6 @@ def text_alone(model: nn.Module, encoder: ImageEncoder | None) -> Iterator[None]
     finally:
         for name, part in parts.items():
             model[name] = part
-
-
-def of_part(path: str, parts: Iterable[str]) -> bool:
-    """Whether the module or array at `path` is one of these parts, or in one."""
-    return any(path == part or path.startswith(f"{part}.") for part in parts)
 
 
 class TowerOutputs:

@@ -5,8 +5,8 @@ OwnWeights      the policy's own: the base, a saved version, the moving average,
                 as it is now (behind a prompt that says more); they cost no second model
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, forward
 from mlx_parallm.rl_training.distillation.tokenizers import check_tokenizers
 from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate
-from mlx_parallm.rl_training.step.images import step_images
+from mlx_parallm.rl_training.step.companions import companions_of_scorer
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.directory import FINAL, LATEST
 from mlx_parallm.system.files import local_path
@@ -152,13 +152,11 @@ class OtherModel:
             between_blocks=context.between_blocks,
         )
         self._budget = MicroBatchBudget(*step.eval_limits, blocks)
-        self._images = step_images(
-            loaded.image_parts, loaded.model, self._model.slots, context.between_blocks
-        )
+        self._companions = companions_of_scorer(loaded, self._model.slots, context.between_blocks)
 
     @property
     def reads_images(self) -> bool:
-        return self._images is not None
+        return bool(self._companions)
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
@@ -166,8 +164,8 @@ class OtherModel:
         fits = [len(answer.rollout.tokens) <= self.max_model_len for answer in answers]
         for _ in range(fits.count(False)):
             self._note(f"{self.name}: a sequence is longer than its context, {self.max_model_len}")
-        if self._images is not None:
-            self._images.make_room()
+        for companion in self._companions:
+            companion.make_room()
         scored = forward(
             self._model,
             [answer for answer, fit in zip(answers, fits, strict=True) if fit],
@@ -184,14 +182,14 @@ class OtherModel:
         return [self._checked(next(left)) if fit else None for fit in fits]
 
     def _collate(self, rows: Sequence[Answer]) -> MiniBatch:
-        """Raises ConfigError: it makes other numbers of tokens of the images than the policy."""
-        plain = False
-        if self._images is not None:
-            try:
-                rows = self._images.admit(rows)
-            except ConfigError as error:
-                raise ConfigError(f"distillation: teacher {self.name!r}: {error}") from error
-            plain = self._images.wants_rows(rows)
+        """Raises ConfigError: it makes other numbers of tokens of what prompts show than the
+        policy."""
+        try:
+            for companion in self._companions:
+                rows = companion.admit(rows)
+        except ConfigError as error:
+            raise ConfigError(f"distillation: teacher {self.name!r}: {error}") from error
+        plain = any(each.wants_rows(rows) for each in self._companions)
         return collate(
             rows,
             range(len(rows)),
@@ -201,8 +199,12 @@ class OtherModel:
             packing=self._packing and self._model.packs_rows and not plain,
         )
 
-    def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        return nullcontext() if self._images is None else self._images.seen(micro_batch.inputs)
+    @contextmanager
+    def _seeing(self, micro_batch: MicroBatch) -> Iterator[None]:
+        with ExitStack() as stack:
+            for companion in self._companions:
+                stack.enter_context(companion.seen(micro_batch.inputs))
+            yield
 
     def _observe(self, micro_batch: MicroBatch) -> None:
         self._budget.observe(

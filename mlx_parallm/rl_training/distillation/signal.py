@@ -38,6 +38,7 @@ from mlx_parallm.rl_training.step.distillation import (
     TEACHERS,
     sequence_groups,
 )
+from mlx_parallm.rollout_store.companions import first_shown
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import LOGPROB_TOLERANCE, Rollout, RolloutGroup
 
@@ -198,9 +199,10 @@ class Teachers(StepCompanion):
         """A sequence for a teacher; None: it cannot be asked about this one, which is counted."""
         _, teacher, _ = self._by_name[name]
         group, number, segment = place
-        if sequence.rollout.images and (prompt is not None or not teacher.reads_images):
+        shown = first_shown(sequence.rollout)
+        if shown and (prompt is not None or not teacher.reads_images):
             reason = "behind its own prompt" if prompt is not None else "here"
-            raise ConfigError(f"distillation: teacher {name!r} reads no images {reason}")
+            raise ConfigError(f"distillation: teacher {name!r} reads no {shown} {reason}")
         if isinstance(teacher, GroupTeacher):
             return teacher.answer(batch.groups[group], number, segment, sequence)
         if isinstance(teacher, RemoteTeacher) and sequence.rollout.temperature not in (0.0, 1.0):

@@ -21,11 +21,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable, admit_images
-from mlx_parallm.models.images.encoder import ImageParts, TowerOutputs, of_part, same_arrays
+from mlx_parallm.models.images.embedding import ImageTable, admit_images
+from mlx_parallm.models.images.encoder import ImageParts, TowerOutputs, same_arrays
 from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.models.images.spans import image_numbers
-from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.parameters import FeatureGradient, ParameterSlots, of_part
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
@@ -84,7 +84,8 @@ class StepImages(StepCompanion):
         """Image features that need a gradient; None: the tower is not trained."""
         if not self._trained:
             return None
-        return FeatureGradient(self._table, [*self._parts.encoder.modules])
+        table = self._table
+        return FeatureGradient(table.held, [*self._parts.encoder.modules], table.levels)
 
     def make_room(self) -> None:
         """Forget the features of earlier steps if they take more than `encoder.cache_bytes`, or

@@ -38,7 +38,7 @@ from mlx_parallm.models.heads.value_head import (
     is_value_head,
     without_value_head,
 )
-from mlx_parallm.models.images.encoder import ImageEncoder, ImageParts, of_part, text_alone
+from mlx_parallm.models.images.encoder import ImageEncoder, ImageParts, text_alone
 from mlx_parallm.models.lora import (
     adapt_layers,
     adapter_layers,
@@ -52,7 +52,7 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.ops import use_fast_swiglu
-from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.parameters import ParameterSlots, of_part
 from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import parameter_slots
