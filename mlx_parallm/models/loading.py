@@ -100,6 +100,20 @@ class LoadedModel:
         )
 
 
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    ArithmeticError,
+    SystemError,
+)
+"""What a class of another package raises of a checkpoint that it cannot read."""
+
+
 def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> dict[str, Any]:
     """Refuses what config.json, which it returns, alone shows to be impossible; of a hub id only
     that file is fetched.
@@ -172,17 +186,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         raise
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-        ArithmeticError,
-        SystemError,
-    ) as error:
+    except LOADING_ERRORS as error:
         raise load_fault(path, model_config, error, own_values(model_config)) from error
     give_back_freed_memory()  # the memory of the weights as they were read
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)

@@ -1,18 +1,26 @@
 """A judge that fails, messages that come twice, secrets beside the text, and what stays on the
 disk."""
 
+import asyncio
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_parallm.errors import ConfigError, StoreError
 from mlx_parallm.rl_training.sources import SourceContext
+from mlx_parallm.rollout_store.companion import RolloutCompanion
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.systems.feedback.consent import Consent
 from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.judge import JudgeFailedError
+from mlx_parallm.systems.feedback.observer import ChatObserver
 from mlx_parallm.systems.feedback.routes import ChatFeedbackBody
 from mlx_parallm.systems.feedback.signals import ReplySignal
 from mlx_parallm.systems.feedback.source import RETRY_S, TRIES, feedback_source
@@ -23,6 +31,7 @@ from mlx_parallm.systems.feedback.store import (
     KeptAnswer,
     NewAnswer,
 )
+from mlx_parallm.types import PromptImage, Request, SamplingParams
 from tests.feedback.test_source import LEARN, Chat, chat, configuration, said, user
 from tests.rollout_store.groups import VOCAB_SIZE
 
@@ -67,6 +76,58 @@ def test_a_judge_that_fails_is_asked_again_later(
     assert len(chat.store.waiting()) == 1  # the thumb decides
     assert chat.status()["signals"]["message"] == {"the judge failed": 1}
     assert chat.source._failures == {}
+
+
+def observer_of(chat: Chat, lost: Any) -> ChatObserver:
+    store, reader, consent = chat.source._store, chat.source._reader, Consent("ada", "chat")
+    yes: Any = lambda request: True  # noqa: E731
+    return ChatObserver(store, reader, consent, is_policy=yes, heard=lambda: None, lost=lost)
+
+
+def test_what_is_not_kept_of_a_request_is_named_by_its_companion(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sounds(RolloutCompanion):
+        def unkept(self, request: Request) -> str | None:
+            return "sounds"
+
+    asked = Request("0", (1, 2), SamplingParams(max_tokens=1))
+    choice: Any = SimpleNamespace(index=0)
+    observer = observer_of(chat, pytest.fail)
+    shown = replace(asked, images=(PromptImage("a", "b", 1),))
+    for request, reason in ((shown, "the chat has images"), (asked, "the chat has sounds")):
+        observer.sampled([request], [[[choice]]])
+        assert observer._rollouts[0] == reason
+        monkeypatch.setattr("mlx_parallm.rollout_store.companions.COMPANIONS", (Sounds(),))
+
+
+async def test_an_answer_whose_request_is_cancelled_while_the_store_closes_is_counted(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes tells of it: the request's task does not wait for it any more."""
+    begun, closed, told = threading.Event(), threading.Event(), asyncio.Event()
+    source, loop = chat.source, asyncio.get_running_loop()
+
+    def record(*_: Any) -> None:
+        begun.set()
+        closed.wait(30)
+        raise StoreError("feedback.sqlite: the feedback database is closed")
+
+    def lost(error: StoreError) -> None:
+        source._note_lost(error)
+        loop.call_soon_threadsafe(told.set)
+
+    monkeypatch.setattr(source._store, "record", record)
+    observer = observer_of(chat, lost)
+    observer.begun(ChatBody.model_validate({"messages": [user("Sum: 2+3")]}))
+    task = asyncio.create_task(observer.ended())
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    closed.set()
+    await asyncio.wait_for(told.wait(), 30)
+    assert source._lost == 1
 
 
 def test_a_full_disk_costs_nobody_the_answer(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,10 @@ class LoRALinear(nn.Module):
         bound = 1 / math.sqrt(inputs)
         self.lora_a = mx.random.uniform(-bound, bound, (*experts, inputs, rank))
         self.lora_b = mx.zeros((*experts, rank, outputs))
+        self._begin(shape, rank)
+
+    def _begin(self, shape: tuple[int, ...], rank: int) -> None:
+        """Make the arrays of a kind that has others. Its draws come after those of A."""
 
     @property
     def weight(self) -> mx.array:
@@ -162,15 +166,7 @@ def switch_update(
 class SVDLinear(LoRALinear):
     """AdaLoRA's layer. A and B ~ N(0, 0.02), E = 0: float32."""
 
-    def __init__(
-        self,
-        linear: nn.Module,
-        shape: tuple[int, ...],
-        rank: int,
-        scale: float,
-        dropout: AdapterDropout | None = None,
-    ) -> None:
-        super().__init__(linear, shape, rank, scale, dropout)
+    def _begin(self, shape: tuple[int, ...], rank: int) -> None:
         self.lora_a = mx.random.normal((shape[0], rank), scale=SVD_STD)
         self.lora_b = mx.random.normal((rank, shape[1]), scale=SVD_STD)
         self.lora_e = mx.zeros((rank,))
@@ -188,17 +184,9 @@ class DoRALinear(LoRALinear):
     """A replacement of mlx-lm's class of that name, which unpacks a quantised W in each forward
     pass, and unpacks 6 bits wrongly."""
 
-    def __init__(
-        self,
-        linear: nn.Module,
-        shape: tuple[int, ...],
-        rank: int,
-        scale: float,
-        dropout: AdapterDropout | None = None,
-    ) -> None:
-        super().__init__(linear, shape, rank, scale, dropout)
+    def _begin(self, shape: tuple[int, ...], rank: int) -> None:
         # the frozen base's; the underscore keeps it out of the parameters
-        self._squares = squared_norms(linear)
+        self._squares = squared_norms(self.linear)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, x: mx.array) -> mx.array:

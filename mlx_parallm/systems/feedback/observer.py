@@ -40,6 +40,7 @@ class ChatObserver(ObservedCall):
         is_policy: whether a request is answered by the policy that is being trained.
         heard: called when something was written that a worker has to look at.
         lost: called when nothing could be written. The person gets the answer all the same.
+            Both are called on the thread that writes.
     """
 
     def __init__(
@@ -82,8 +83,13 @@ class ChatObserver(ObservedCall):
         if self.call.status == ABORTED:  # what the request said about earlier answers is kept
             self.call.choices.clear()
         # the disk may be slow: no other request waits for it
+        await asyncio.to_thread(self._write)
+
+    def _write(self) -> None:
+        """Record, and tell of it: nobody waits for this thread when the request's task is
+        cancelled, as at the end of the process, when the store may be closed already."""
         try:
-            says = await asyncio.to_thread(self._record)
+            says = self._record()
         except StoreError as error:
             self._lost(error)
             return

@@ -10,6 +10,7 @@ handed over, at most `max_updates_per_hour` of them.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -123,6 +124,7 @@ class FeedbackSource(RolloutSource):
         )
         self._without_consent = self._lost = 0
         self._lost_at, self._lost_why = 0.0, ""
+        self._lost_lock = threading.Lock()
         # judge's failures by answer and reply: how many, and when to ask again
         self._failures: dict[tuple[str, str], tuple[int, float]] = {}
         self._problem: str | None = None
@@ -165,7 +167,8 @@ class FeedbackSource(RolloutSource):
         )
 
     def _note_lost(self, error: StoreError) -> None:
-        self._lost += 1
+        with self._lost_lock:  # several threads write
+            self._lost += 1
         self._lost_at, self._lost_why = time.time(), str(error)
         log.warning("a chat is not learned", reason=self._lost_why)
 

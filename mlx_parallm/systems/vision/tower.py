@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.checkpoint_files import weight_files
-from mlx_parallm.models.loading import LoadedModel, evaluate_module
+from mlx_parallm.models.loading import LOADING_ERRORS, LoadedModel, evaluate_module
 
 CONNECTORS = (
     "connector",  # Idefics3
@@ -23,17 +23,6 @@ CONNECTORS = (
     "vision_tower.merger",  # Qwen
     "vision_tower.deepstack_merger_list",
 )
-_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    ArithmeticError,
-)
-
 
 # mlx-vlm 0.7.10 computes Qwen3-VL-MoE's tower with the two forms of GELU in each other's places
 SAME_TOWER = {"qwen3_vl_moe": "qwen3_vl"}
@@ -202,7 +191,7 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         model.freeze()
         model.eval()
         evaluate_module(model)
-    except _ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ModelError(f"{path}: the part that sees cannot be loaded: {error}") from error
     return model, config, dtype
 
