@@ -44,7 +44,6 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its 
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",
     "models.layouts.forced_routing": "which experts a batch forces is apart from how its blocks are computed",
-    "rl_training.step.companions": "the list of companions",
     "rollout_store.images": "a companion is a file",
     "engine.companions.makers": "the list of companions",
     "faces.atropos.routing": "a companion is a file",
