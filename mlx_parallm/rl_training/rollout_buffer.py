@@ -197,8 +197,15 @@ class RolloutBuffer:
     def health(self) -> str | None:
         """Say why the step has no batch yet; None when nothing is wrong. From any thread."""
         usable, statistics = len(self._chosen) + len(self._held), self._statistics
+        # where groups can be requested, others take their places
+        alike = statistics.alike if self._request_groups is None else 0
         arrivals = Arrivals(
-            self._step, usable=usable, stale=statistics.stale, mismatched=statistics.mismatched
+            self._step,
+            usable=usable,
+            stale=statistics.stale,
+            mismatched=statistics.mismatched,
+            alike=alike,
+            why_alike=statistics.lost_in_words() if alike else "",
         )
         diagnoses = find_waiting(arrivals)
         if not diagnoses and self._lifted:
@@ -238,7 +245,9 @@ class RolloutBuffer:
         reserved = self._reserved(missing)
         no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
         without_place = self._without_place(missing)
-        if self._chosen and not reserved and without_place >= 2 * self._target:
+        # what can be requested may fill them, while there is room to read it
+        may_come = self._request_groups is not None and self._room_to_read() > 0
+        if self._chosen and not (reserved or may_come) and without_place >= 2 * self._target:
             return no_mix
         if reserved and self._empty_rounds >= self._max_empty_rounds:
             self._lifted, self._empty_rounds = [*self._lifted, *reserved], 0
@@ -261,7 +270,9 @@ class RolloutBuffer:
             rounds = (
                 f"{self._empty_rounds} refills in a row brought no group with different rewards"
             )
-            return no_mix if without_place else f"{rounds}: {self._statistics.lost_in_words()}"
+            if without_place and not self._dropped:
+                return no_mix
+            return f"{rounds}: {self._statistics.lost_in_words()}"
         if wanted and not (groups := self._refill(wanted, missing)):
             return f"{bound}: {self._statistics.lost_in_words()}"
         if wanted:
@@ -322,6 +333,10 @@ class RolloutBuffer:
             and (not self._dynamic or self._advantages(group) or self._is_taught(group))
         )
 
+    def _room_to_read(self) -> int:
+        """Return how many more groups are held at once."""
+        return 4 * self._target - len(self._held) - len(self._chosen)
+
     def _waiting_sequences(self) -> int:
         return sum(len(group.rollouts) for group in self._held.values())
 
@@ -349,7 +364,7 @@ class RolloutBuffer:
             self._taken[group.environment] += len(group.rollouts)
         taken = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
         too_large: list[str] = []
-        for group in self._store.waiting(max(4 * self._target - len(taken), 1), exclude=taken):
+        for group in self._store.waiting(max(self._room_to_read(), 1), exclude=taken):
             self._held[group.group_id] = group
             if (
                 group.index is not None
@@ -377,7 +392,7 @@ class RolloutBuffer:
         for group in self._ordered():
             if room == 0 and self._sampling == "fifo":
                 break
-            if group.index is not None and self._left(room - sequences) <= 0:
+            if group.index is not None and self._left(max(0, room - sequences)) <= 0:
                 continue  # it waits for the next step
             age = self._age(group, step)
             if age > self._max_staleness:

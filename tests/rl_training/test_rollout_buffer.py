@@ -309,6 +309,37 @@ def test_groups_that_wait_for_the_next_step_are_no_mix_of_sizes(store: RolloutSt
     assert "no mix" not in batch.gave_up and "all right" in batch.gave_up
 
 
+@pytest.mark.parametrize("sampling", ["fifo", "uniform", "priority"])
+def test_groups_over_http_that_earn_one_reward_are_named_while_a_step_waits(
+    store: RolloutStore, sampling: str
+) -> None:
+    """Nothing can be requested there: the step waited, and the health line found nothing."""
+    add(store, *[make_group(f"g{i}", [0, 1] if i == 0 else [1, 1]) for i in range(26)])
+    buffer = make_buffer(store, group_sizes=[], buffer_sampling=sampling)
+    assert buffer.collect(1, timeout_s=0) is None
+    said = str(buffer.health())
+    assert "no variance while step 1 waited" in said and "25 were all right" in said
+    add(store, *[make_group(f"h{i}", [0, 1]) for i in range(3)])
+    assert buffer.collect(1, timeout_s=0) is not None
+    assert buffer.collect(2, timeout_s=0) is None and buffer.health() is None
+
+
+@pytest.mark.parametrize("sampling", ["fifo", "uniform", "priority"])
+@pytest.mark.parametrize("varied", [True, False])
+def test_sizes_over_http_are_not_blamed_for_what_other_environments_bring(
+    store: RolloutStore, varied: bool, sampling: str
+) -> None:
+    """Groups of three fill 12 of 16 places, two of two the rest: they were not asked for, and where
+    they earned one reward each, sizes were wrong."""
+    add(store, *[make_group(f"h{i}", [0, 0, 1]) for i in range(26)])
+    player = Player(store, lambda i: [0, 1] if varied else [1, 1])
+    options = {"request_groups": player, "rollout_batch_size": 16, "buffer_sampling": sampling}
+    batch = requested(make_buffer(store, **options))
+    assert len(batch.sequences) == (16 if varied else 12)
+    assert "no mix" not in batch.gave_up
+    assert ("were all right" in batch.gave_up) == (not varied)
+
+
 def test_groups_without_variance_are_kept_where_nothing_replaces_them(store: RolloutStore) -> None:
     """As TRL does: they have the advantage 0, and count in the normalizers of the loss."""
     player = Player(store, lambda i: [1, 1] if i % 2 else [0, 1])

@@ -186,7 +186,14 @@ def test_anything_else_that_is_missing_is_an_error(tmp_path: Path) -> None:
 def test_the_last_runs_adapter_is_taken_when_it_fits(tmp_path: Path) -> None:
     own = starting_config(tmp_path, f"{tmp_path}/checkpoints/latest/lora_weights.safetensors")
     save_run(tmp_path, own)
-    layers = adapter_of(own)
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        layers = adapter_of(own)
+    configure_logging(level="error")
+    [said] = logged
+    assert "continues from an adapter" in said["event"] and said["of_run"] == "old", (
+        "a second run of the same file began there without a word"
+    )
     assert layers is not None
     assert len(layers) == 14
 

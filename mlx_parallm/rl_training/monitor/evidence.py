@@ -134,6 +134,8 @@ class Arrivals:
     usable: int = 0
     stale: int = 0
     mismatched: int = 0
+    alike: int = 0  # whose answers earn one reward
+    why_alike: str = ""
     received: int = 0  # all, the rejected ones too
     rejected: int = 0
     reason: str = ""  # the most frequent one of the rejections

@@ -80,7 +80,7 @@ weights in bfloat16 a mean of 0.033 (`MEASURED_MISMATCH`), corrected for; a mist
 STALE_MISMATCH_MEAN = 1.0
 """The same mean if the weights have learned since: one step at the largest learning rate that
 works moves 0.9 nats a token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
-STALE, FEWEST_STALE = 0.25, 6
+STALE, FEWEST_WAITING = 0.25, 6
 REFUSED, FEWEST_REFUSED = 0.2, 3
 STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
 """A step that waited this long for its batch, and this many times longer than the run's median."""
@@ -446,6 +446,14 @@ def _no_variance(evidence: Evidence) -> Sign | None:
     return Sign(f"no variance: in {groups} every answer to a prompt earns the same", numbers)
 
 
+@_waiting_rule("no-variance")
+def _no_variance_waiting(arrivals: Arrivals) -> Sign | None:
+    if arrivals.alike < max(FEWEST_WAITING, arrivals.usable):
+        return None
+    words = f"no variance while step {arrivals.step} waited for its batch: {arrivals.why_alike}"
+    return Sign(words, {"dropped_without_variance": arrivals.alike, "waiting": arrivals.usable})
+
+
 @_rule("learned", "stop here, or use harder problems", good=True)
 def _learned(evidence: Evidence) -> Sign | None:
     """The good reason for groups that teach nothing: their task is learned."""
@@ -667,7 +675,7 @@ def _stale_in_metrics(evidence: Evidence) -> Sign | None:
 @_waiting_rule("stale-rollouts")
 def _stale_waiting(arrivals: Arrivals) -> Sign | None:
     dropped = arrivals.stale
-    if dropped < max(FEWEST_STALE, arrivals.usable):
+    if dropped < max(FEWEST_WAITING, arrivals.usable):
         return None
     words = (
         f"stale rollouts: {dropped} groups dropped as too old while step"

@@ -227,6 +227,11 @@ class StatisticsCollector:
         """Groups of another tokenizer or model."""
         return self._mismatched
 
+    @property
+    def alike(self) -> int:
+        """Groups that were dropped because their answers have one reward."""
+        return self._dropped_without_variance
+
     def lost_in_words(self) -> str:
         """Say why groups are not trained on, with the section of the page about the most frequent
         reason."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.config.load import Config, hardware_defaults, load_config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.attention import route_attention
@@ -28,7 +28,7 @@ from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.device import traits
-from mlx_parallm.system.hardware import GIB
+from mlx_parallm.system.hardware import GIB, Hardware
 from tests.active_memory import active_memory
 from tests.models.test_reward_model import make_config, save
 from tests.tiny_models import QWEN3 as TINY_QWEN3
@@ -52,6 +52,13 @@ QWEN3_4B = QWEN3 | {
     "intermediate_size": 9728,
     "num_attention_heads": 32,
     "quantization": {"group_size": 64, "bits": 4},
+}
+QWEN3_14B = QWEN3 | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "intermediate_size": 17408,
+    "num_attention_heads": 40,
+    "tie_word_embeddings": False,
 }
 QWEN3_06B = QWEN3 | {
     "hidden_size": 1024,
@@ -128,6 +135,33 @@ def test_shipped_files_fit_and_their_comments_say_so(
     numbers = [float(number) for number in re.findall(r"(?<=\s)\d+\.\d(?=\s|$)", line)]
     assert numbers == [pytest.approx(size / GIB, abs=0.06) for size in kept]
     assert total < (8e9 if name == "qwen3_0.6b_dataset" else MAC_24GB)
+
+
+@pytest.mark.parametrize(("gib", "usable"), [(24, 16), (32, 64 / 3), (64, 48)])
+def test_the_specifications_file_says_what_14_b_take(
+    gib: int, usable: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than 24 GB was promised for it, without the setting that makes it so."""
+    compute_on_cpu(monkeypatch, lambda: False)
+    text = (ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text()
+    said = next(line for line in text.splitlines() if line.startswith(f"#     {gib} GB: "))
+    defaults = hardware_defaults(Hardware("metal", "arm64", 8, gib * GIB, gib * GIB), 14)
+    cache = f"server.prefix_cache_bytes={int(usable * GIB) // 20}"
+    config = load_config("grpo_qwen3_lora", ["model.dtype=bfloat16", cache], defaults)
+    run = PlannedRun.of(config, QWEN3_14B)
+    tokens = config.rl_training.token_budget
+    assert f"token_budget {tokens}, {run.memory.total / GIB:.1f} GiB" in said
+    chosen, then = run.what_fits(int(usable * GIB))
+    if chosen:
+        settings = ", ".join(
+            f"{key.removeprefix('rl_training.')} {value}" for key, value in chosen.items()
+        )
+        assert f"{settings} take {then.total / GIB:.1f} GiB" in said
+    else:
+        fewer = load_config(
+            "grpo_qwen3_lora", ["model.dtype=bfloat16", cache, "rl_training.token_budget=3072"]
+        )
+        assert PlannedRun.of(fewer, QWEN3_14B).memory.total < 24e9
 
 
 def test_a_micro_batch_takes_what_is_said() -> None:
