@@ -147,7 +147,7 @@ def write_rows(directory: Path, train: int = 240, heldout: int = 60, seed: int =
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", type=int, default=240)
     parser.add_argument("--heldout", type=int, default=60)

@@ -153,7 +153,7 @@ def write_rows(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--categories", nargs="+", choices=CATEGORIES, default=["simple_python"])
     parser.add_argument("--train", type=int, default=200)

@@ -146,7 +146,9 @@ class ParetoRewardComputer(WeightedRewardComputer):
 
 
 def _check_objective(part: Objective, what: str) -> None:
-    """Raises ConfigError: it does not take one trajectory."""
+    """Raises ConfigError: it is no function, or does not take one trajectory."""
+    if not callable(part):
+        raise ConfigError(f"{what}: {part!r} is not a function")
     try:
         signature = inspect.signature(part)
     except (TypeError, ValueError):  # a builtin: len

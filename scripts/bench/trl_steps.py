@@ -132,7 +132,7 @@ def mean_of(lines: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--theirs", required=True, help="a Python that has TRL")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()

@@ -158,6 +158,15 @@ def shipped_texts() -> Iterator[tuple[str, str]]:
         yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
 
 
+CUT_DOCSTRING = re.compile(r"__doc__[^\n]*?(?:splitlines|partition\(\"\\n\"|split\(\"\\n\")")
+
+
+def test_no_help_ends_with_the_first_line_of_its_docstring() -> None:
+    """A sentence may go on there: "Teach a model to call tools: DPO on preference"."""
+    assert CUT_DOCSTRING.search('(call.__doc__ or "").strip().partition("\\n")[0]')
+    assert [name for name, text in shipped_texts() if CUT_DOCSTRING.search(text)] == []
+
+
 READ = (".py", ".toml", ".md", ".sh")
 INSTALL = re.compile(r"\b(?:pip3? install|uv (?:add|pip|run|sync|tool))\b([^\n]*)")
 NAMED = re.compile(r"\[([a-z][a-z,-]*)\]|--(?:extra|group)[ =]([a-z-]+)")

@@ -74,6 +74,9 @@ def test_the_end_of_a_sum() -> None:
     assert final_reward(near, Played(sum_, "45", 2), timed_out=False) == pytest.approx(0.25)
     with pytest.raises(ConfigError, match="correct_answer_reward"):
         RewardConfig(partial_answer_reward=1.0)
+    for wrong in (math.nan, math.inf, "0.5", True):
+        with pytest.raises(ConfigError, match="has to be a number"):
+            RewardConfig(partial_answer_reward=wrong)
     assert final(Played(sum_, "47", 2)) == pytest.approx(-0.5)
     assert final(Played(sum_, "", 2)) == final(Played(sum_, None, 2)) == pytest.approx(-1.0)
     assert final(Played(sum_, None, 50), timed_out=True) == pytest.approx(-2.0)
@@ -168,6 +171,9 @@ def test_steps() -> None:
         ("a banana", "A", False),
         ("The answer is a banana.", "A", False),
         ("A banana is B", "B", True),
+        ("B is the answer", "B", True),
+        ("B is the answer, A is not", "A", False),
+        ("a banana is the answer", "A", False),
         ("A", "a", True),
         ("(A)", "A", True),
         ("The answer is A.", "A", True),

@@ -1,6 +1,7 @@
 """`GRPOTrainer` of the original plan: policy, reference, tokenizer, a reward that calls a tool."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx_lm
 import pytest
@@ -54,3 +55,11 @@ def test_it_trains_with_the_constructor_of_the_plan(trainer: GRPOTrainer) -> Non
 def test_a_trainer_needs_a_reward() -> None:
     with pytest.raises(ConfigError, match="reward_fn is missing"):
         GRPOTrainer("builtin:tiny")
+
+
+@pytest.mark.parametrize("reward", [lambda prompt, response: 1.0, lambda: 1.0, "right", 3])
+def test_a_reward_of_another_signature_is_refused_before_a_model_is_loaded(reward: Any) -> None:
+    """It failed after the first rollouts, in 25 lines."""
+    with pytest.raises(ConfigError) as raised:
+        GRPOTrainer("no/such/model", reward_fn=reward)
+    assert "WeightedRewardComputer: " in str(raised.value) and "\n" not in str(raised.value)

@@ -14,6 +14,7 @@ Everything that belongs to an episode is in its State, so that classes may be co
 
 import ast
 import dataclasses
+import inspect
 import json
 import math
 import operator
@@ -285,7 +286,7 @@ def _made(entry: Any, built_in: Mapping[str, Callable[[], VerificationTool]]) ->
         raise ConfigError(
             f"svrl: tools has {call!r}: expected a name, a function or a VerificationTool"
         )
-    description = (call.__doc__ or "").strip().partition("\n")[0]
+    description = " ".join((inspect.getdoc(call) or "").partition("\n\n")[0].split())
     return VerificationTool(name_of(call), call, description=description, blocking=True)
 
 

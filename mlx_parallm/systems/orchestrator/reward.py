@@ -36,12 +36,14 @@ _IN_A_WORD = re.compile(
 )
 _RAISED = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*+[×xX·⋅*]\s*+10(?:\^|\*\*)\{?([-+]?\d++)\}?")
-# a letter that an answer marks as chosen: "(A)", "*A*", "answer: A", "is A.", "option A", "A) …"
+# a letter that an answer marks as chosen: "(A)", "*A*", "answer: A", "is A.", "option A", "A) …",
+# "A is the …"
 _MARKED_LETTER = re.compile(
     r"[(\[*{]\s*+([^\W\d_])\s*+[)\]*}]"
     r"|(?:\b(?:answer|option|choice|choose|pick|is)\b|:)\s*+\**+([^\W\d_])\b(?!'|\s+\w)"
     r"|\b(?:option|choice)\s++\**+([^\W\d_])\b(?!')"
-    r"|^\s*+([^\W\d_])\s*+[).:]",
+    r"|^\s*+([^\W\d_])\s*+[).:]"
+    r"|(?<![\w'])([^\W\d_])\**+\s++is\s++(?:the|right|correct|my)\b",
     re.IGNORECASE | re.MULTILINE,
 )
 ARTICLES = ("a", "an", "the")
@@ -191,6 +193,11 @@ class RewardConfig:
     task_rewards: Mapping[str, TaskReward] = field(default_factory=lambda: TASK_REWARDS)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "task_rewards" or (name == "partial_answer_reward" and value is None):
+                continue
+            if isinstance(value, str) or _number(value) is None:
+                raise ConfigError(f"rewards: {name} has to be a number, not {value!r}")
         if self.answer_tolerance <= 0 or self.partial_within < 0:
             raise ConfigError(
                 "rewards: answer_tolerance has to be above 0 and partial_within at least 0"
