@@ -1,6 +1,7 @@
 """The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -319,6 +320,17 @@ def test_a_damaged_optimizer_and_a_pipe_are_refused(tmp_path: Path) -> None:
         for place, tensors in damages.items():
             shutil.copytree(good, good.with_name(place))
             mx.save_safetensors(str(good.with_name(place) / file.name), tensors)
+        state = json.loads((good / "state.json").read_text())
+        odd = {
+            "history": {"through": None},
+            "novelty": {"input_dim": math.inf},
+            "order": {"uinteger": -1},
+        }
+        for part, change in odd.items():
+            shutil.copytree(good, good.with_name(part))
+            changed = json.dumps(state | {part: state[part] | change})
+            (good.with_name(part) / "state.json").write_text(changed)
+            damages[part] = None
         for part in (file.name, "state.json"):
             place = f"pipe-{part}"
             shutil.copytree(good, good.with_name(place))

@@ -2,12 +2,14 @@
 and the counts for a kind of prompt. No MLX."""
 
 import base64
+import json
 import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter
 
 SIZE = 128
 PRIOR = 4.0  # λ: after so many experiences of one prompt the uncertainty is about 0.7
@@ -54,12 +56,14 @@ class Choice:
 class History:
     """Counts and rewards that /stats shows; part of a checkpoint."""
 
-    updates: int = 0
-    episodes: int = 0
-    experiences: int = 0
-    through: int = 0  # sequence number of the last experience that is counted
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
+
+    updates: NonNegativeInt = 0
+    episodes: NonNegativeInt = 0
+    experiences: NonNegativeInt = 0
+    through: NonNegativeInt = 0  # sequence number of the last experience that is counted
     max_reward: float | None = None
-    actions: list[int] = field(default_factory=list)  # how often each was chosen
+    actions: list[NonNegativeInt] = field(default_factory=list)  # how often each was chosen
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REWARDS))
     losses: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT_UPDATES))
 
@@ -86,11 +90,11 @@ class History:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "History":
-        rewards, losses = (
-            deque(value["rewards"], RECENT_REWARDS),
-            deque(value["losses"], RECENT_UPDATES),
-        )
-        return cls(**{**value, "rewards": rewards, "losses": losses})
+        """Raises ValueError: damaged."""
+        history = TypeAdapter(cls).validate_json(json.dumps(value))
+        history.rewards = deque(history.rewards, RECENT_REWARDS)
+        history.losses = deque(history.losses, RECENT_UPDATES)
+        return history
 
 
 class Novelty:
@@ -134,6 +138,8 @@ class Novelty:
         """Raises ValueError, KeyError or TypeError: damaged."""
         novelty = cls(int(value["input_dim"]), int(value["seed"]))
         numbers = np.frombuffer(base64.b64decode(value["inverse"]), "<f8")
+        if not np.isfinite(numbers).all():
+            raise ValueError("its novelty has numbers that are not finite")
         novelty._inverse = numbers.reshape(novelty._inverse.shape).copy()
         return novelty
 

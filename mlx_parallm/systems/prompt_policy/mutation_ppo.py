@@ -13,6 +13,7 @@ min(π(a) / μ(a), max_importance), a weight of the advantage (arXiv:2110.00641,
 """
 
 import json
+import operator
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -240,8 +241,8 @@ class PPOTrainer:
             order.bit_generator.state = state["order"]
             # else its sequence numbers mean nothing here
             ours = state.get("store_id", "") == self.store_id
-            trained_through = int(state["trained_through"]) if ours else 0
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            trained_through = operator.index(state["trained_through"]) if ours else 0
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{directory} is not a checkpoint of a prompt policy: {error}"
             ) from error
