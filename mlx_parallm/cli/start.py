@@ -229,7 +229,6 @@ def _before_mlx(*, deterministic: bool) -> None:
     """Do the work that needs a single thread and no MLX yet (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
-    os.umask(os.umask(0) | 0o077)  # prompts and answers: the files are this user's alone
     if deterministic:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 

@@ -5,6 +5,7 @@ A command is a class, an `Arguments`. Its module is imported only when the comma
 `mlx_parallm` alone and every `--help` answer at once and load no MLX.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -124,6 +125,7 @@ CORE = (
         "Add an adapter to its base model and save the result as a model.",
         "mlx_parallm.cli.existing:Merge",
         "mlx_parallm_merge_lora",
+        writes_models=True,
     ),
     Command(
         "convert",
@@ -135,6 +137,7 @@ CORE = (
         "mlx_parallm.cli.existing:Convert",
         "mlx_parallm_convert_adapter",
         "Every format is read: LoRA, rsLoRA, DoRA.",
+        writes_models=True,
     ),
     Command(
         "doctor",
@@ -177,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def call(command: Command, argv: Sequence[str], prog: str) -> int:
     """Carry out a command with these arguments and return its exit code."""
+    usual = os.umask(0o077)
+    os.umask(usual if command.writes_models else usual | 0o077)
     try:
         if not command.ends_in_order:  # a parent that has blocked them may send them
             unblock_shutdown_signals()
@@ -189,6 +194,7 @@ def call(command: Command, argv: Sequence[str], prog: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
+        os.umask(usual)
         if IS_COMMAND:  # what is left of Python ends without a traceback, too
             block_shutdown_signals()
 

@@ -51,6 +51,8 @@ class Command:
         script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
         ends_in_order: it serves, trains or asks a model, and makes a `system.signals.Shutdown`; the
             signals that its parent has blocked stay blocked until then.
+        writes_models: its files are for others too. Those of any other command may hold prompts and
+            answers, and are this user's alone.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Command:
     script: str | None = None
     details: str = ""
     ends_in_order: bool = False
+    writes_models: bool = False
 
     def parser(self, prog: str) -> tuple[ArgumentParser, Callable[[Namespace], int]]:
         """Return the parser of this command and what carries it out."""

@@ -440,6 +440,22 @@ def test_what_a_key_leaves_on_the_server_is_not_for_another(
         assert cached(ben) == 0 and cached(owner) < 10  # others have asked as the owner
         assert cached(ben, cache_salt="ours") == 0 and cached(anna, cache_salt="ours") > 0
 
+        for route, names in (
+            ("chat/completions", ("prompt_tokens_details", "cached_tokens")),
+            ("messages", ("cache_read_input_tokens",)),
+        ):
+            asked = [{"role": "user", "content": f"{route} has the code 2718. " * 4}]
+            body = {"model": "default", "max_tokens": 2, "messages": asked}
+            found = []
+            for client in (anna, anna, ben):
+                reply = client.post(f"/v1/{route}", json=body).json()
+                assert "usage" in reply, (route, reply)
+                usage = reply["usage"]
+                for name in names:
+                    usage = usage[name] or {}
+                found.append(usage or 0)
+            assert found[1] > 10 > found[2], route
+
         path = f"/v1/responses/{first['id']}"
         item = first["output"][0]["id"]
         for client in (ben, owner):

@@ -99,14 +99,7 @@ def check_expert(directory: Path) -> None:
 
 
 def saved_a_step(directory: Path) -> None:
-    run = directory / "runs" / "run"
-    assert (run / "latest").exists()
-    # SECURITY.md: what was asked and answered is readable by this user
-    assert [
-        path
-        for path in (run, *run.rglob("*"))
-        if path.lstat().st_mode & 0o077 and not path.is_symlink()
-    ] == []
+    assert (directory / "runs" / "run" / "latest").exists()
 
 
 CASES: dict[str, Case] = {
@@ -177,9 +170,16 @@ def test_a_signal_ends_it_in_order(name: str, number: signal.Signals, tmp_path: 
     prepare(tmp_path, case)
     if case.first:
         subprocess.run(case.first, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    given = set(tmp_path.rglob("*"))
     code, output = run(case, tmp_path, number)
     assert code == 0, output
     assert "Traceback" not in output, output
+    # SECURITY.md: what was asked and answered is readable by this user
+    assert case.words[:3] != COMMAND or [
+        path
+        for path in set(tmp_path.rglob("*")) - given
+        if path.lstat().st_mode & 0o077 and not path.is_symlink()
+    ] == []
     case.after(tmp_path)
 
 

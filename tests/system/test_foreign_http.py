@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.system.foreign_http import Bounds, async_client, sync_client
+from mlx_parallm.system.foreign_http import Bounds, async_client, connect_socket, sync_client
 from mlx_parallm.system.foreign_json import (
     MAX_DEPTH,
     TooDeepError,
@@ -24,6 +24,7 @@ from mlx_parallm.system.foreign_json import (
 )
 
 httpx2 = pytest.importorskip("httpx2")
+websockets = pytest.importorskip("websockets")
 SMALL = Bounds(body=1 << 20, event=1 << 16, seconds=20.0)
 TEXT = b'{"answer": 4711}'
 Handle = Callable[[BaseHTTPRequestHandler], None]
@@ -177,6 +178,23 @@ def test_a_redirect_stays_on_its_server(library: ModuleType | None) -> None:
             fetch(f"{url}/turning", SMALL, library)
     assert asked[:3] == ["POST /here", "POST /there", "GET /away"]
     assert "GET /" not in asked  # of the other server
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_websocket_follows_no_redirect(status: int) -> None:
+    """`websockets` goes where the answer says, to another host and to a path of the same."""
+    asked: list[str] = []
+
+    def handle(request: BaseHTTPRequestHandler) -> None:
+        asked.append(request.path)
+        place = elsewhere if request.path == "/away" else ""
+        answering(b"", status, Location=f"{place}/there")(request)
+
+    with serving(handle) as elsewhere, serving(handle) as url:
+        for path in ("/away", "/here"):
+            with pytest.raises(websockets.InvalidStatus, match=str(status)):
+                asyncio.run(connect_socket(f"ws{url[4:]}{path}", open_timeout_s=20))
+    assert asked == ["/away", "/here"]
 
 
 def test_many_events_may_come_over_any_time() -> None:

@@ -15,6 +15,7 @@ LEAF = Leaf(
                 "Compares the file with the model that is served here, by a real llama.cpp,"
                 " before it is kept."
             ),
+            writes_models=True,
         ),
     ),
 )
