@@ -1,7 +1,6 @@
 """`train` and `serve`: flags → configuration → one call of the daemon. Imports no MLX."""
 
 import faulthandler
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence

@@ -175,11 +175,15 @@ def test_a_signal_ends_it_in_order(name: str, number: signal.Signals, tmp_path: 
     assert code == 0, output
     assert "Traceback" not in output, output
     # SECURITY.md: what was asked and answered is readable by this user
-    assert case.words[:3] != COMMAND or [
-        path
-        for path in set(tmp_path.rglob("*")) - given
-        if path.lstat().st_mode & 0o077 and not path.is_symlink()
-    ] == []
+    assert (
+        case.words[:3] != COMMAND
+        or [
+            path
+            for path in set(tmp_path.rglob("*")) - given
+            if path.lstat().st_mode & 0o077 and not path.is_symlink()
+        ]
+        == []
+    )
     case.after(tmp_path)
 
 
