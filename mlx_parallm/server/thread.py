@@ -42,8 +42,11 @@ class ServerThreadError(ParallmError):
     """The HTTP thread did not start or did not end."""
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int, setting: str = "server.port") -> socket.socket:
     """A listening socket; port 0 takes a free one (`socket.getsockname()[1]` says which).
+
+    Args:
+        setting: what chooses the port: a key, or a command's flag.
 
     Raises ConfigError: port taken or not allowed, no such address.
     """
@@ -62,19 +65,19 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(_bind_problem(host, port, error)) from error
+        raise ConfigError(_bind_problem(host, port, error, setting)) from error
     listener.setblocking(False)
     return listener
 
 
-def _bind_problem(host: str, port: int, error: OSError) -> str:
+def _bind_problem(host: str, port: int, error: OSError, setting: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} on {host} is already in use: stop the process that has it, or choose"
-            " another with server.port (0 takes a free one)"
+            f" another with {setting} (0 takes a free one)"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"port {port} on {host} needs privileges: choose one above 1023 with server.port"
+        return f"port {port} on {host} needs privileges: choose one above 1023 with {setting}"
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 
@@ -150,6 +153,7 @@ def serve_until_signal(
     drain_s: float,
     draining: Callable[[], None] = lambda: None,
     connections: int = 0,
+    port_flag: str = "--port",
     lifespan: Literal["on", "off"] = "off",
 ) -> None:
     """Serve an app alone in its process, without a model, until a shutdown signal. Main thread
@@ -160,13 +164,14 @@ def serve_until_signal(
         announce: is called with the URL, once it answers.
         draining: is called before running requests get `drain_s` seconds to end.
         connections: most of them; 0: as `connection_limit` does.
+        port_flag: the command's flag for `port`.
 
     Raises ConfigError: the port. Also errors of `make`.
     """
     with Shutdown() as shutdown:
         shutdown.limit_s = drain_s + END_S
         with shutdown.interrupts():
-            app, listener = make(), bind_socket(host, port)
+            app, listener = make(), bind_socket(host, port, port_flag)
             limit = connection_limit(connections, raise_file_limit())
             thread = ServerThread(app, listener, limit, lifespan=lifespan)
             thread.start()

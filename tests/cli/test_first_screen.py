@@ -71,6 +71,11 @@ CASES = {
         ["no model at './gone'"],
     ),
     "port in use": ("serve --model-path builtin:tiny --port {port}", ["already in use", "port"]),
+    "port in use, recorder": (
+        "traces record --upstream http://127.0.0.1:9/v1 --dir r --port {port}",
+        ["already in use", "with --port"],
+    ),
+    "port in use, mcp": ("mcp --directory m --http {port}", ["already in use", "with --http"]),
     "port in use, train": (("own.py:Good", "python:own.py:score"), ["already in use"]),
     "too little memory": (
         f"{DATA} good.jsonl --algorithm sft --set rl_training.token_budget=9000000000000"

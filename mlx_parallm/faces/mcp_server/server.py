@@ -64,6 +64,7 @@ class MCP(Arguments):
             _announce,
             drain_s=DRAIN_S,
             lifespan="on",
+            port_flag="--http",
         )
         return 0
 
