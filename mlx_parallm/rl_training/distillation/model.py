@@ -26,7 +26,9 @@ from mlx_parallm.rl_training.step.companions import companions_of_scorer
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.directory import FINAL, LATEST
 from mlx_parallm.system.files import local_path
+from mlx_parallm.system.log import get_logger
 
+log = get_logger("distillation")
 Weights = Callable[[], AbstractContextManager[None]]
 
 
@@ -95,6 +97,16 @@ def _saved(config: TeacherConfig, trainer: Trainer) -> list[mx.array]:
         if (path / newest).is_dir():
             path = path / newest
             break
+    named, run = local_path(config.path), path.resolve().parent
+    moves = named.is_symlink() and named.name in (FINAL, LATEST)
+    if moves and run != named.parent.resolve():
+        log.warning(
+            "the teacher is the run that saved last, and the next time another one: name its"
+            " directory",
+            teacher=config.name,
+            path=str(named),
+            run=str(run),
+        )
     try:
         return trainer.policy.saved(path)
     except (AdapterError, CheckpointError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 import mlx_parallm
 from mlx_parallm.config.distillation import TeacherConfig
@@ -32,6 +33,7 @@ from mlx_parallm.rl_training.step.distillation import IDS, LOGPROBS, TARGETS
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.run_files.versions import VersionSteps
+from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.models.recurrent.test_layout import model_of
 from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
@@ -267,6 +269,24 @@ def test_an_older_version_of_the_policy(tmp_path: Path) -> None:
         taught_trainer(teacher | {"policy_version": 3})
     with pytest.raises(ConfigError, match="teacher 'old'"):
         taught_trainer(teacher | {"path": str(tmp_path / "nothing")})
+
+
+def test_a_teacher_behind_a_link_that_moves_is_told(tmp_path: Path) -> None:
+    """`checkpoints/final` is what finished last: the second run learned from the first's student,
+    without a word."""
+    step = tmp_path / "first" / "step_000001"
+    step.mkdir(parents=True)
+    taught_trainer().policy.save(step)
+    (tmp_path / "first" / "final").symlink_to(step.name)
+    (tmp_path / "final").symlink_to("first/final")
+    configure_logging(level="warning")
+    told = {}
+    for place in ("final", "first/final", "first"):
+        with capture_logs() as logged:
+            taught_trainer({"name": "t", "kind": "checkpoint", "path": str(tmp_path / place)})
+        told[place] = [line["run"] for line in logged if line.get("teacher") == "t"]
+    configure_logging(level="error")
+    assert told == {"final": [str(tmp_path / "first")], "first/final": [], "first": []}
 
 
 def test_the_moving_average() -> None:
