@@ -179,8 +179,19 @@ def test_the_rows_of_groups_train_without_rewards(tmp_path: Path) -> None:
     assert good > bad
     with pytest.raises(ConfigError, match="completions and rewards"):
         trainer.train([{"prompt": "x"}])
-    with pytest.raises(ConfigError, match="1 logprobs for"):
-        trainer.train([{**rows[1], "logprobs": [[-1.0], [-1.0]]}])
+    for change, words in (
+        ({"logprobs": [[-1.0], [-1.0]]}, "1 logprobs for"),
+        ({"rewards": ["1", "0"]}, "expected numbers"),
+        ({"rewards": [], "completions": []}, "expected a list of answers"),
+        ({"prompt": None}, "prompt is None"),
+        ({"completions": [3, "x"]}, "completions is 3"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            trainer.train([{**rows[1], **change}])
+    texts = {"completions": ["good", "bad"], "rewards": [1.0, 0.0]}  # beside a prompt of messages
+    longer = {**rows[2], "completions": ["a " * 3000, "b"]}
+    counts = trainer.train([{**rows[1], **texts}, longer]).metrics
+    assert (counts["groups"], counts["groups_too_long"]) == (1, 1)
 
 
 def _likelihood(adapter: Path | None, prompt: Any, completion: Any) -> float:

@@ -367,6 +367,19 @@ def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) ->
     return messages
 
 
+def read_answers(prompt: Any, completions: Any, where: str) -> tuple[Text, tuple[Text, ...]]:
+    """Return the prompt of a group and its answers: texts where all of them are, else messages.
+    Raises ConfigError."""
+    if not isinstance(completions, list | tuple) or not completions:
+        raise _bad(where, f"completions is {completions!r}; expected a list of answers")
+    chat = not all(isinstance(each, str) for each in (prompt, *completions))
+    answers = [
+        _completion({"completions": each}, "completions", chat=True, where=where) if chat else each
+        for each in completions
+    ]
+    return _prompt(prompt, chat=chat, where=where), tuple(answers)
+
+
 def _opening(conversation: Text) -> Text:
     """Return the messages before the first answer; all of a text."""
     if isinstance(conversation, str):

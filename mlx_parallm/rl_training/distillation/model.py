@@ -101,8 +101,7 @@ def _saved(config: TeacherConfig, trainer: Trainer) -> list[mx.array]:
     moves = named.is_symlink() and named.name in (FINAL, LATEST)
     if moves and run != named.parent.resolve():
         log.warning(
-            "the teacher is the run that saved last, and the next time another one: name its"
-            " directory",
+            "the teacher is the run that saved last, later another one: name its directory",
             teacher=config.name,
             path=str(named),
             run=str(run),

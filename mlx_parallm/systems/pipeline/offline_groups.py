@@ -9,6 +9,7 @@ ratio to the policy is corrected as PPO does, else the answers count as the poli
 """
 
 import math
+import numbers
 import random
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from mlx_parallm.faces.trl.trainers import TrainOutput
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.data.examples import Example
+from mlx_parallm.rl_training.data.examples import Example, read_answers
 from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from mlx_parallm.systems.pipeline.verdict import read_lines
 from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup, has_score
@@ -66,7 +67,8 @@ class OfflineGroupTrainer:
 
     def train(self, rows: Any) -> TrainOutput:
         """Make one update for each `groups_per_step` groups, in a new order each epoch; return the
-        number of updates and the last loss. Groups whose rewards are equal are left out.
+        number of updates and the last loss. Groups whose rewards are equal, or with an answer
+        beyond max_length, are left out and counted.
 
         Raises ConfigError: a row that is not a group, or none has different rewards.
         """
@@ -101,14 +103,16 @@ class OfflineGroupTrainer:
                 metrics = module.update(module.compute_ppo_loss(rollouts, advantages))
                 steps += 1
         left_out = float(len(groups) - len(learned))
-        numbers = {"groups": float(len(learned)), "groups_without_variance": left_out}
-        return TrainOutput(steps, float(metrics["loss"] or 0.0), numbers)
+        counts = {"groups": float(len(learned)), "groups_without_variance": left_out}
+        counts["groups_too_long"] = float(len(rows) - len(groups))
+        return TrainOutput(steps, float(metrics["loss"] or 0.0), counts)
 
     def _group(self, number: int, row: Json) -> Iterable[RolloutGroup]:
         where = f"row {number + 1}"
         if not {"prompt", "completions", "rewards"} <= set(row):
             raise ConfigError(f"{where}: a scored group has prompt, completions and rewards")
-        answers, rewards = row["completions"], row["rewards"]
+        prompt, answers = read_answers(row["prompt"], row["completions"], where)
+        rewards = row["rewards"]
         of_sampler = row.get("logprobs") or [None] * len(answers)
         if not len(answers) == len(rewards) == len(of_sampler):
             raise ConfigError(
@@ -118,7 +122,7 @@ class OfflineGroupTrainer:
         assert self._module is not None
         tokenizer = load_tokenizer(self._module.loaded.path, ModelConfig(base_path=self._base))
         tools = tuple(read_tools(row.get("tools")) or ())
-        example = Example(where, row["prompt"], tuple(answers), where, tools=tools)
+        example = Example(where, prompt, answers, where, tools=tools)
         data = DataConfig(path="rows", max_length=self._arguments["max_length"], too_long="skip")
         for unit in encode_all([example], tokenizer, data, {}, form="whole"):
             parts = zip(unit.sequences, rewards, of_sampler, strict=True)
@@ -147,12 +151,16 @@ class OfflineGroupTrainer:
 def _scored(
     rollout: Rollout, reward: float | None, logprobs: Sequence[float] | None, where: str
 ) -> Rollout:
+    if reward is not None and not isinstance(reward, numbers.Real):
+        raise ConfigError(f"{where}: rewards has {reward!r}: expected numbers, or null")
     scores = {"reward": float(reward)} if has_score(reward) else {"reward": 0.0, UNSCORED: 1.0}
     if logprobs is None:
         return replace(rollout, scores=scores, logprobs=None)
     sampled = sum(rollout.mask)
     if len(logprobs) != sampled:
         raise ConfigError(f"{where}: {len(logprobs)} logprobs for {sampled} sampled tokens")
+    if not all(map(math.isfinite, logprobs)):
+        raise ConfigError(f"{where}: its logprobs are not all finite numbers")
     values = iter(map(float, logprobs))
     column = tuple(next(values) if on else 0.0 for on in rollout.mask)
     return replace(rollout, scores=scores, logprobs=column)
