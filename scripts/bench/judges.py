@@ -60,7 +60,10 @@ def main() -> None:
     options = parser.parse_args()
     config = study.load("group_judge_base").config
     assert isinstance(config, dict)
-    settings = config["environments"][0]["reward_options"]["group_judge"] | {"both_orders": 1.0}
+    settings = config["environments"][0]["reward_options"]["group_judge"] | {
+        "both_orders": 1.0,
+        "timeout_s": 3600.0,
+    }
     with tempfile.TemporaryDirectory() as name:
         impossible_requests(Path(name), 0, [])
         rows = [json.loads(line) for line in (Path(name) / "rows.jsonl").read_text().splitlines()]
