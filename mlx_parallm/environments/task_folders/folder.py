@@ -17,6 +17,8 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -26,8 +28,9 @@ from mlx_parallm.system.packages import require
 
 LARGEST = 4 << 20
 """Bytes of all files of a task together."""
+LARGEST_SETTINGS = 64 << 10
+"""Bytes of task.toml or task.yaml: Python reads 4 MB of `a.a.a …` as TOML for hours."""
 MOST_FILES = 10_000
-"""Bytes of a task's files."""
 WORKDIR = "/app"
 PLAIN_IMAGE = re.compile(
     r"(?:docker\.io/)?(?:library/)?(?:python|ubuntu|debian)(?::[\w.-]+)?"
@@ -108,6 +111,14 @@ class _Reader:
     def text(self, path: Path) -> str:
         return self.content(path).decode()
 
+    def settings(self, name: str) -> str:
+        content = self.content(self.root / name)
+        if len(content) > LARGEST_SETTINGS:
+            raise NeedsContainerError(
+                f"{name} has {len(content)} bytes: more than {LARGEST_SETTINGS} are not read"
+            )
+        return content.decode()
+
     def content(self, path: Path) -> bytes:
         if self._files == 0:
             raise NeedsContainerError(f"it has more than {MOST_FILES} files")
@@ -142,7 +153,7 @@ class _Reader:
 def _harbor(task: _Reader) -> TaskFolder:
     path = task.root
     try:
-        settings = tomllib.loads(task.text(path / "task.toml"))
+        settings = tomllib.loads(task.settings("task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise NeedsContainerError(f"task.toml: {error}") from error
     environment, verifier = _table(settings, "environment"), _table(settings, "verifier")
@@ -169,7 +180,7 @@ def _harbor(task: _Reader) -> TaskFolder:
         files,
         tests,
         _verifier(tests),
-        float(verifier.get("timeout_sec", 600.0)),
+        _seconds(verifier.get("timeout_sec", 600.0), "task.toml: timeout_sec"),
         {
             **variables,
             **{
@@ -203,7 +214,7 @@ def _read_yaml(text: str) -> Any:
 
 def _terminal_bench(task: _Reader) -> TaskFolder:
     path = task.root
-    settings = _read_yaml(task.text(path / "task.yaml"))
+    settings = _read_yaml(task.settings("task.yaml"))
     if not isinstance(settings, Mapping) or not isinstance(settings.get("instruction"), str):
         raise NeedsContainerError("task.yaml has no instruction")
     if settings.get("parser_name", "pytest") != "pytest":
@@ -217,7 +228,9 @@ def _terminal_bench(task: _Reader) -> TaskFolder:
             raise NeedsContainerError(f"{compose.name} has {len(services)} services")
     workdir, files, variables = _layout(task, path)
     tests = task.below(path / "tests") if (path / "tests").is_dir() else {}
-    seconds = float(settings.get("max_test_timeout_sec", 60.0))
+    seconds = _seconds(
+        settings.get("max_test_timeout_sec", 60.0), "task.yaml: max_test_timeout_sec"
+    )
     tests = {name: content for name, content in tests.items() if name != "test.sh"}
     skipped = ("instruction", "parser_name", "max_test_timeout_sec")
     metadata = {key: value for key, value in settings.items() if key not in skipped}
@@ -237,9 +250,14 @@ def _terminal_bench(task: _Reader) -> TaskFolder:
 
 def _instruction(text: str) -> str:
     lines = text.splitlines()
-    while lines and (not lines[0].strip() or CANARY.match(lines[0])):
-        del lines[0]
-    return "\n".join(lines).strip()
+    return "\n".join(dropwhile(lambda line: not line.strip() or CANARY.match(line), lines)).strip()
+
+
+def _seconds(value: Any, where: str) -> float:
+    """Raises NeedsContainerError: it is no time."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise NeedsContainerError(f"{where} = {str(value)[:40]}: expected seconds above 0")
+    return float(value)
 
 
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -198,6 +198,10 @@ def sparse(name: str) -> Callable[[Path], None]:
     return change
 
 
+def with_time(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "task.toml").write_text(f"[verifier]\ntimeout_sec = {text}\n")
+
+
 def many(path: Path) -> None:
     for number in range(MOST):
         (path / "tests" / f"{number}").touch()
@@ -223,7 +227,14 @@ def many(path: Path) -> None:
         (lambda path: os.mkfifo(path / "tests" / "pipe"), "not a regular file"),
         (lambda path: (path / "tests" / "z").symlink_to("/dev/zero"), "leads out"),
         (many, "more than"),
-        (lambda path: (path / "task.toml").write_text("a = " + "[" * 100_000), "cannot be read"),
+        (
+            lambda path: (path / "task.toml").write_text("a" + ".a" * 500_000 + "=1"),
+            "1000003 bytes",
+        ),
+        (with_time("nan"), "timeout_sec = nan: expected seconds above 0"),
+        (with_time("-1"), "timeout_sec = -1: expected"),
+        (with_time("'1'"), "timeout_sec = 1: expected"),
+        (lambda path: (path / "task.toml").write_text("a = " + "[" * 60_000), "cannot be read"),
         (lambda path: (path / "tests/test.sh").symlink_to("test.sh"), "not a path|[Ss]ymlink"),
     ],
 )
@@ -247,6 +258,13 @@ def test_a_link_inside_counts_as_its_file(tmp_path: Path) -> None:
     path = harbor(tmp_path)
     (path / "tests" / "more").symlink_to("../environment/data/seed.txt")
     assert read_folder(path).tests["more"] == b"seed"
+
+
+def test_an_instruction_behind_many_empty_lines(tmp_path: Path) -> None:
+    """Line by line they were taken off for minutes."""
+    path = harbor(tmp_path)
+    (path / "instruction.md").write_text("\n" * 3_000_000 + "<!-- canary 1 -->\n\nDo it.\n")
+    assert read_folder(path).instruction == "Do it."
 
 
 @pytest.mark.parametrize(
