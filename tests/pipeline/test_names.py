@@ -1,5 +1,6 @@
 """The parts of a pipeline under the names of the original plan: each is used, not only imported."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ async def test_a_reward_of_ones_own_beside_the_built_in_ones_in_a_running_loop(
     class Odd(BaseReward):
         name = "odd"
 
-        def compute(self, trace: ExecutionTrace) -> float:
+        async def compute(self, trace: ExecutionTrace) -> float:  # type: ignore[override]
+            await asyncio.sleep(0)
             return len(trace.final_response) % 2
 
     engine = RewardEngine([Short(), "format", Odd()], weights={"odd": 0.5})

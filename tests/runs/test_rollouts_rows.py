@@ -123,6 +123,8 @@ def test_worst_and_best_first(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ids(capsys, run, "--worst", "--limit", "4") == by_reward
     assert ids(capsys, run, "--best", "--limit", "3") == ["sums-0#0", "tools-3#0", "words-2#1"]
     assert len(ids(capsys, run, "--worst")) == 9, "JSON has all of them"
+    text = look(capsys, run, "--best", "--environment", "sums")
+    assert "2 alike in this group" in text and "sums-1#0" in text and "sums-1#1" not in text
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,12 @@ def test_what_is_no_http_leaves_no_traceback(
     assert [record.getMessage() for record in caplog.records if record.levelno > 30] == []
 
 
-def test_repeated_warnings_are_counted_not_written() -> None:
+def test_repeated_warnings_are_counted_not_written(http: httpx.Client) -> None:
+    for logger in (
+        "asyncio",
+        "uvicorn.error",
+    ):  # "socket.send() raised exception." was most of a log
+        assert any(isinstance(each, SparseWarnings) for each in logging.getLogger(logger).filters)
     clock = Clock(100.0)
     filter_ = SparseWarnings(clock)
 

@@ -10,6 +10,7 @@ A trace becomes the `Trajectory` that rewards see in training, so one function l
 evaluates.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, takewhile
@@ -90,9 +91,9 @@ class RewardEngine:
     Args:
         parts: names of `builtin:` parts, the classes of `mlx_parallm.systems.pipeline`
             (`CodeExecutionReward()`), or objects of your own subclass of its `BaseReward`:
-            anything with `compute(trace)`, which returns a number, a bool, None (it does not
-            apply), or an object whose `score` is one. Its `name` (default: the class's) and
-            `weight` (default 1) count.
+            anything with `compute(trace)`, plain or async, which returns a number, a bool, None
+            (it does not apply), or an object whose `score` is one. Its `name` (default: the
+            class's) and `weight` (default 1) count.
         weights: of parts, by name, in the place of the default ones.
         options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
 
@@ -193,6 +194,8 @@ def _score(name: str, part: Any, trace: Trace) -> float | None:
     """Raises RolloutRejectedError: it raises, or returns something else."""
     with user_code(f"RewardEngine: {name}, on trace {trace.trace_id}", RolloutRejectedError):
         result = part.compute(trace)
+        if inspect.iscoroutine(result):
+            result = ASYNC_FUNCTIONS.run(result)
         value = getattr(result, "score", result)
         number = None if value is None else float(value)
     if number is not None and abs(number) > MAX_REWARD:
