@@ -19,12 +19,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.errors import AdapterError, CheckpointError, ParallmError
 from mlx_parallm.models.adapters.adalora import PARAMETERS, pruned, save_adalora
 from mlx_parallm.models.adapters.adapter import ADALORA_FILE, LoraPair
+from mlx_parallm.models.adapters.names import name_here
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE
+from mlx_parallm.models.loading import read_config, resolve_model_path
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -32,11 +34,17 @@ from mlx_parallm.models.lora import (
     PEFT_FILE,
     adapter_config,
     adapter_tensors,
+    linear_layers,
     load_adapter,
     save_adapter,
 )
+from mlx_parallm.models.support import blueprint
 from mlx_parallm.system.files import write_directory
+from mlx_parallm.system.log import get_logger
 
+SHARED = "model.layers."
+"""Begins the names that most classes of transformers and mlx-lm share."""
+log = get_logger(__name__)
 OWN_FILES = {ADAPTER_CONFIG, ADAPTER_FILE, ADALORA_FILE, NPZ_FILE, PEFT_FILE}
 
 
@@ -59,10 +67,11 @@ class StoredAdapter:
 
 
 def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
-    arrays = {key: _for_numpy(array) for key, array in adapter_tensors(adapter.layers).items()}
+    layers = _named_by_mlx_lm(adapter)
+    arrays = {key: _for_numpy(array) for key, array in adapter_tensors(layers).items()}
     mx.savez(str(directory / NPZ_FILE), **arrays)
     config = adapter_config(
-        adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base
+        layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base
     )
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -70,7 +79,7 @@ def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
 def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
     save_adapter(
         directory,
-        adapter.layers,
+        _named_by_mlx_lm(adapter),
         num_layers=adapter.num_layers,
         dropout=adapter.dropout,
         base=adapter.base,
@@ -91,6 +100,20 @@ def _write_adalora(directory: Path, adapter: StoredAdapter) -> None:
         base=adapter.base,
         schedule=adapter.adalora,
     )
+
+
+def _named_by_mlx_lm(adapter: StoredAdapter) -> Mapping[str, LoraPair]:
+    """Return the layers under the names of mlx-lm's class of the base: PEFT's have transformers'.
+    If the base is not on this machine they keep theirs, with a warning where few classes share
+    them."""
+    try:
+        base = resolve_model_path(adapter.base, fetch=False)
+        names = linear_layers(blueprint(read_config(base)))
+    except ParallmError as error:
+        if not all(path.startswith(SHARED) for path in adapter.layers):
+            log.warning("layers keep their names", base=adapter.base, reason=str(error))
+        return adapter.layers
+    return {name_here(path, names): pair for path, pair in adapter.layers.items()}
 
 
 FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {

@@ -19,7 +19,7 @@ from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
 from mlx_parallm.models.lora import adapter_layers, load_adapter, save_adapter
 from tests.models.test_dora import TOKENS, trained
 from tests.runs.commands import call
-from tests.tiny_models import lora_config, make_model
+from tests.tiny_models import lora_config, make_model, save_checkpoint
 
 FORMATS = ("npz", "mlx-lm", "peft")
 FILES = {
@@ -128,6 +128,25 @@ def test_layers_of_several_ranks_are_pefts_only(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match="rank and scale"):
             convert(source, tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
+
+
+def test_gpt2s_layers_have_mlx_lms_names_in_its_format(tmp_path: Path) -> None:
+    """PEFT's have transformers' names, under which mlx-lm's loader finds no layer."""
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32}
+    shape |= {"n_ctx": 32, "vocab_size": 64, "layer_norm_epsilon": 1e-5}
+    base = save_checkpoint(tmp_path / "base", shape)
+    layers = {"transformer.h.0.attn.c_attn": LoraPair(mx.ones((32, 4)), mx.ones((4, 96)), 2.0)}
+    source = write_peft(tmp_path / "source", layers)
+    settings = json.loads((source / "adapter_config.json").read_text())
+    settings |= {"base_model_name_or_path": str(base)}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    for layout in ("mlx-lm", "npz"):
+        convert(source, tmp_path / layout, layout)
+        assert [*load_adapter(tmp_path / layout, as_stored=True).layers] == [
+            "model.h.0.attn.c_attn"
+        ]
+    model = load_adapters(make_model(shape), str(tmp_path / "mlx-lm"))
+    assert mx.array_equal(model.model.h[0].attn.c_attn.lora_b, mx.ones((4, 96))).item()
 
 
 def test_a_factor_that_no_alpha_gives_is_refused() -> None:
