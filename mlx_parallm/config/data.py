@@ -33,7 +33,10 @@ BETAS = {
     "simpo": 2.0,
     "cpo": 0.1,
 }
-DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau", "sft_pairs"}
+DPO_OPTIONS = {
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau", "sft_pairs"),
+    *("f_divergence", "f_alpha"),
+}
 KTO_OPTIONS = {"beta", "desirable_weight", "undesirable_weight", "kto_loss"}
 OPTIONS = {
     "dpo": DPO_OPTIONS,
@@ -142,6 +145,12 @@ DPOLossName = Literal[
     "discopop",
     "sft",
 ]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+OF_THE_MARGIN = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop"),
+    "sft",
+)
+"""Losses of DPO that any f-divergence has."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 NEED_SMOOTHING = ("robust", "exo_pair")
 
@@ -158,6 +167,11 @@ class PreferenceConfig(Section):
     """dpo with sigmoid (cDPO), robust or exo_pair: the probability that a pair's label is wrong."""
     discopop_tau: float = Field(0.05, gt=0)
     """dpo with discopop: how sharply it changes from one loss to the other."""
+    f_divergence: FDivergence = "reverse_kl"
+    """dpo: the divergence from the reference (f-DPO, arXiv:2309.16240); another one with losses of
+    the pair's margin alone."""
+    f_alpha: float = 0.5
+    """dpo with f_divergence = "alpha_divergence": α."""
     sft_pairs: int | None = Field(None, ge=1)
     """dpo with sft: a mean over the tokens of so many pairs, then over these means, as TRL's over
     micro-batches; default: over all tokens of an update."""
@@ -201,6 +215,14 @@ class PreferenceConfig(Section):
                 f"loss_type = {self.loss_type!r} has no"
                 " label_smoothing: set it to 0, or use sigmoid"
             )
+        others = [kind for kind in kinds if kind not in OF_THE_MARGIN]
+        if self.f_divergence != "reverse_kl" and others:
+            raise ValueError(
+                f'f_divergence = "{self.f_divergence}" goes with {", ".join(OF_THE_MARGIN)}, not'
+                f' with "{others[0]}"'
+            )
+        if "f_alpha" in self.changed() and self.f_divergence != "alpha_divergence":
+            raise ValueError('f_alpha is set, but only read with f_divergence = "alpha_divergence"')
         if "discopop_tau" in self.changed() and "discopop" not in kinds:
             raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')
         if self.sft_pairs is not None and "sft" not in kinds:

@@ -302,14 +302,20 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
 
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
+    optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "lion_8bit"] = (
+        "adamw"
+    )
     """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit":
     its state takes a quarter of the memory (docs/algorithms.md#what-is-trained)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
-    learns."""
+    learns; "wsd": only over the last lr_decay_steps; "inverse_sqrt": for ever, with the root."""
     lr_final: float = Field(0.0, ge=0)
-    """Learning rate at the end of a linear or cosine schedule."""
+    """Learning rate at the end of a linear, cosine or wsd schedule."""
+    lr_decay_steps: int | None = Field(None, ge=1)
+    """"wsd": steps of the decay; with lr_per_update updates."""
+    lr_decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """"wsd": how it decays."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0; with lr_per_update updates."""
     lr_per_update: bool = False
@@ -468,6 +474,10 @@ class RLTrainingConfig(LearningSection):
                 f"lora.adalora.tinit ({adalora.tinit}) and tfinal ({adalora.tfinal}) leave none of"
                 f" {self.total_steps} steps for the ranks to go down"
             )
+        if (self.lr_schedule == "wsd") != (self.lr_decay_steps is not None):
+            raise ValueError('lr_decay_steps belongs to lr_schedule = "wsd": set both, or neither')
+        if self.lr_final and self.lr_schedule in ("constant", "inverse_sqrt"):
+            raise ValueError(f'lr_final is set, but lr_schedule = "{self.lr_schedule}" has none')
         check_prepared(self, self.kl_beta, self.loss)
         if (
             self.lora.qat_bits is not None

@@ -20,6 +20,7 @@ Of the ratios 0.6 and -0.5 with β = 0.1: apo_zero σ(-0.06) + σ(-0.05) = 0.972
 with τ = 0.05: 0.870281, sft 4 / 8 = 0.5. MPO, 0.8 sigmoid + 0.2 bco_pair + 1 sft: 1.278138.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,10 +37,11 @@ in float32."""
 @dataclass(frozen=True)
 class Pairs:
     """The inputs of DPO's losses for P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref
-    and r - r_ref."""
+    and r - r_ref. `scores`: f' of them (`DIVERGENCES`), whose difference is the margin."""
 
     inputs: LossInputs
     ratios: mx.array  # [2P]
+    scores: mx.array  # [2P]
     beta: float
     label_smoothing: float
     discopop_tau: float | None
@@ -55,12 +57,13 @@ class Pairs:
     @cached_property
     def margin(self) -> mx.array:
         """Δ [P]."""
-        return self.chosen - self.rejected
+        chosen, rejected = _pairs(self.scores)
+        return chosen - rejected
 
     @cached_property
     def mean_margin(self) -> mx.array:
         """Δ of means over tokens [P]."""
-        chosen, rejected = _pairs(self.ratios / _lengths(self.inputs))
+        chosen, rejected = _pairs(self.scores / _lengths(self.inputs))
         return chosen - rejected
 
 
@@ -141,6 +144,26 @@ PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
 """loss_type of DPO → its value for each pair, [P]. The names are TRL's but `ipo_sum`."""
 
 
+LARGEST_EXPONENT = 80.0  # TRL's
+
+
+def _alpha(ratios: mx.array, alpha: float) -> mx.array:
+    power = alpha - 1.0
+    if abs(power) < 1e-6:  # its limit, as TRL has it
+        return ratios
+    return (mx.exp(mx.minimum(power * ratios, LARGEST_EXPONENT)) - 1.0) / power
+
+
+DIVERGENCES: dict[str, Callable[[mx.array, float], mx.array]] = {
+    "reverse_kl": lambda ratios, alpha: ratios,
+    "forward_kl": lambda ratios, alpha: 1.0 - mx.exp(mx.minimum(-ratios, LARGEST_EXPONENT)),
+    "js_divergence": lambda ratios, alpha: math.log(2.0) - _minus_log_sigmoid(ratios),
+    "alpha_divergence": _alpha,
+}
+"""f_divergence of DPO → f'(t) of log-ratios log t, up to a constant: log t, 1 - 1/t, log 2t / (1 +
+t) and (t^(α-1) - 1) / (α - 1) (f-DPO, arXiv:2309.16240; as TRL)."""
+
+
 def dpo_loss(
     inputs: LossInputs,
     *,
@@ -149,6 +172,8 @@ def dpo_loss(
     label_smoothing: float,
     loss_weights: Sequence[float] = (),
     discopop_tau: float | None = None,
+    f_divergence: str = "reverse_kl",
+    f_alpha: float = 0.5,
 ) -> LossOutputs:
     """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge"
     max(0, 1 - βΔ) (SLiC, arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means
@@ -158,6 +183,8 @@ def dpo_loss(
 
     Args:
         discopop_tau: τ, which "discopop" needs.
+        f_divergence: a key of `DIVERGENCES`, with α = `f_alpha`: Δ is of f' of the log-ratios.
+            Worked: 0.6 and -0.5 → "forward_kl" Δ = 0.451188 + 0.648721 = 1.099910.
 
     "sft": a chosen row's advantage is the weight of its tokens, 1 over the mean number of tokens
     where the mean is over all chosen ones of the mini-batch.
@@ -165,7 +192,9 @@ def dpo_loss(
     Raises ValueError: no `ref_logprobs`.
     """
     kinds = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-    pairs = Pairs(inputs, _log_ratios(inputs), beta, label_smoothing, discopop_tau)
+    ratios = _log_ratios(inputs)
+    scores = DIVERGENCES[f_divergence](ratios, f_alpha)
+    pairs = Pairs(inputs, ratios, scores, beta, label_smoothing, discopop_tau)
     values = mx.zeros_like(pairs.margin)
     for kind, weight in zip(kinds, loss_weights or (1.0,) * len(kinds), strict=True):
         part = PAIR_LOSSES[kind](pairs)

@@ -102,6 +102,8 @@ MAY_CHANGE = (
             "learning_rate",
             "lr_schedule",
             "lr_final",
+            "lr_decay_steps",
+            "lr_decay_shape",
             "warmup_steps",
             "lr_per_update",
             "weight_decay",

@@ -291,6 +291,20 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
             )
         ),
         (partial(dpo_loss, beta=0.1, loss_type="exo_pair", label_smoothing=0.1), 0.451973),
+        *(  # TRL 1.16's f_divergence_type
+            (
+                partial(dpo_loss, beta=0.1, loss_type=kind, f_divergence=divergence, **PLAIN),
+                expected,
+            )
+            for divergence, kind, expected in (
+                ("forward_kl", "sigmoid", 0.639663),
+                ("forward_kl", "ipo", 23.802),
+                ("js_divergence", "sigmoid", 0.666678),
+                ("js_divergence", "ipo", 24.403101),
+                ("alpha_divergence", "sigmoid", 0.640301),
+                ("alpha_divergence", "ipo", 23.79878),
+            )
+        ),
         (
             partial(
                 *(dpo_loss,),

@@ -7,9 +7,11 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.trl.config import (
     SampledConfig,
+    SFTConfig,
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.dataset_argument import read_rows
+from mlx_parallm.rl_training.step.learning_rate import learning_rate_at
 from tests.trl.test_mapping import CLASSES, one, schedule_of
 
 OTHER_VALUES: dict[str, Any] = {
@@ -18,6 +20,8 @@ OTHER_VALUES: dict[str, Any] = {
         "top_entropy_quantile": 0.2,
         "output_dir": "elsewhere",
         "lr_scheduler_type": "cosine",
+        "lr_scheduler_kwargs": {"lr_end": 1e-6},
+        "f_divergence_type": "forward_kl",
         "warmup_steps": 7,
         "warmup_ratio": 0.5,
     },
@@ -104,6 +108,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     },
     "log_completions": {"logging_steps": 3},
     "discopop_tau": {"loss_type": "discopop"},
+    "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "polynomial"},
     **{
         name: {"eval_strategy": "steps"}
         for name in ("eval_steps", "num_generations_eval", "eval_on_start")
@@ -172,3 +178,69 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
         if repr(changed) == repr(made(**needed)):
             silent.append(argument)
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "kwargs", "expected"),
+    [
+        # transformers 5.24's get_scheduler, peak 1
+        (
+            "cosine_with_min_lr",
+            2,
+            {"min_lr": 0.1},
+            [0, 0.5, 1, 0.939711, 0.775, 0.55, 0.325, 0.160289],
+        ),
+        ("cosine_with_min_lr", 2, '{"min_lr_rate": 0.1}', [0, 0.5, 1, 0.939711, 0.775, 0.55]),
+        ("polynomial", 2, {"lr_end": 0.1}, [0, 0.5, 1, 0.85, 0.7, 0.55, 0.4, 0.25]),
+        ("inverse_sqrt", 2, None, [0, 0.5, 1, 0.816497, 0.707107, 0.632456, 0.57735, 0.534522]),
+        ("inverse_sqrt", 0, None, [1, 0.99995, 0.9999, 0.99985]),
+        (
+            "warmup_stable_decay",
+            2,
+            {"num_decay_steps": 4},
+            [0, 0.5, 1, 1, 1, 0.853553, 0.5, 0.146447],
+        ),
+        (
+            "warmup_stable_decay",
+            2,
+            {"num_decay_steps": 4, "decay_type": "linear"},
+            [0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
+        (
+            "warmup_stable_decay",
+            0,
+            {"num_decay_steps": 5, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+            [1, 1, 1, 1, 0.597508, 0.430790, 0.302863, 0.195016],
+        ),
+    ],
+)
+def test_schedules_are_those_of_transformers(
+    name: str, warmup: int, kwargs: Any, expected: list[float]
+) -> None:
+    args = SFTConfig(
+        learning_rate=1.0,
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=kwargs,
+        warmup_steps=warmup,
+        max_steps=8,
+        per_device_train_batch_size=4,
+    )
+    training = one(args).rl_training
+    found = [learning_rate_at(step, training) for step in range(1, len(expected) + 1)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        ("linear", {"lr_end": 0.1}, "linear has no 'lr_end'"),
+        ("polynomial", {"power": 2.0}, "power=2.0"),
+        ("cosine_with_min_lr", None, "needs min_lr"),
+        ("warmup_stable_decay", None, "needs num_decay_steps"),
+        ("inverse_sqrt", "{", "is no JSON"),
+    ],
+)
+def test_arguments_of_a_schedule_that_are_not_here(name: str, kwargs: Any, words: str) -> None:
+    args = SFTConfig(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, max_steps=8)
+    with pytest.raises(ConfigError, match=words):
+        one(args)

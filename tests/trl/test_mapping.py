@@ -471,7 +471,7 @@ def test_configurations_of_rows() -> None:
         ),
         (GRPOConfig(overrides={"environments.3.weight": 1}), "not an entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
-        (GRPOConfig(optim="sgd"), "adamw_torch"),
+        (GRPOConfig(optim="rmsprop"), "adamw_torch"),
         (GRPOConfig(optim="adafactor_8bit"), "adamw_8bit"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 1}), "quantization_config"),
     ],

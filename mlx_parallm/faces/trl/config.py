@@ -53,14 +53,26 @@ class TrainerConfig(Options):
     """Remove the files of a run that lies in output_dir; otherwise that is an error."""
     learning_rate: float = Field(gt=0)
     """Peak learning rate of the first step."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    """Decay after the warm-up, to 0 after the last step."""
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+        "constant",
+        "constant_with_warmup",
+    ] = "linear"
+    """Decay after the warm-up, to 0 after the last step, or what lr_scheduler_kwargs says."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    """min_lr or min_lr_rate (cosine_with_min_lr), lr_end (polynomial), num_decay_steps, decay_type
+    and min_lr_ratio (warmup_stable_decay)."""
     warmup_steps: float = Field(0, ge=0)
     """Optimizer updates of linear warm-up; below 1 a share of all."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of all optimizer updates that warm up."""
     optim: str = "adamw_torch"
-    """An AdamW of any name, "lion_32bit", "adafactor" or "muon": MLX's own; "adamw_8bit",
+    """An AdamW of any name, "lion_32bit", "adafactor", "sgd" or "muon": MLX's own; "adamw_8bit",
     "adamw_bnb_8bit", "lion_8bit": the states in 8 bits. "paged_…" is the same
     without pages."""
     weight_decay: float = Field(0.0, ge=0)
@@ -454,6 +466,12 @@ class DPOConfig(RowsConfig):
     """sigmoid (cDPO), robust, exo_pair: the probability that a pair's label is wrong."""
     discopop_tau: float = Field(PreferenceConfig().discopop_tau, gt=0)
     """discopop: how sharply it changes from one loss to the other."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
+        "reverse_kl"
+    )
+    """The divergence from the reference, of losses of a pair's margin."""
+    f_alpha_divergence_coef: float = PreferenceConfig().f_alpha
+    """alpha_divergence: α."""
     sync_ref_model: bool = False
     """The reference moves: ref_model_mixup_alpha of the policy is mixed into it."""
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)

@@ -7,6 +7,7 @@ UpdateSchedule   TRL counts optimizer updates; a step here is a batch of complet
                  several
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ SAME: Mapping[str, str] = {
     "mask_truncated_completions": "rl_training.mask_truncated",
     "label_smoothing": "rl_training.preference.label_smoothing",
     "loss_weights": "rl_training.preference.loss_weights",
+    "f_divergence_type": "rl_training.preference.f_divergence",
     "discopop_tau": "rl_training.preference.discopop_tau",
     "desirable_weight": "rl_training.preference.desirable_weight",
     "undesirable_weight": "rl_training.preference.undesirable_weight",
@@ -86,6 +88,7 @@ HOW: Mapping[str, str] = {
     " `rl_training.run_name` its last part",
     "overwrite_output_dir": "the trainer removes the run before it begins",
     "lr_scheduler_type": "`rl_training.lr_schedule`; `constant` has no warm-up",
+    "lr_scheduler_kwargs": "`rl_training.lr_final`, `.lr_decay_steps`, `.lr_decay_shape`",
     "warmup_steps": "`rl_training.warmup_steps`, with `rl_training.lr_per_update`",
     "warmup_ratio": "`rl_training.warmup_steps`",
     "optim": "`rl_training.optimizer`",
@@ -131,6 +134,7 @@ HOW: Mapping[str, str] = {
     "vespo_lambda_neg": "`rl_training.vespo_lambda_negative`",
     "top_entropy_quantile": "`rl_training.top_entropy_quantile`, unset for 1",
     "off_policy_mask_threshold": "`rl_training.off_policy_mask`",
+    "f_alpha_divergence_coef": "`rl_training.preference.f_alpha`, with alpha_divergence",
     "loss_type": (
         "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type`"
         " (DPO), `.kto_loss` (KTO),"
@@ -402,7 +406,6 @@ def _shared(
     chat_template: str | None,
 ) -> dict[str, Any]:
     optimizer = _optimizer(args.optim)
-    constant = args.lr_scheduler_type.startswith("constant")
     warmup = args.warmup_ratio or args.warmup_steps
     warmup = math.ceil(warmup * schedule.max_steps) if warmup < 1 else warmup
     if args.lr_scheduler_type == "constant":
@@ -417,7 +420,7 @@ def _shared(
         "checkpoint_dir": str(place.parent),
         "run_name": place.name,
         "optimizer": optimizer,
-        "lr_schedule": "constant" if constant else args.lr_scheduler_type,
+        **lr_schedule(args),
         "warmup_steps": int(warmup),
         "lr_per_update": True,
         "batch_size": schedule.batch_size,
@@ -440,6 +443,72 @@ def _shared(
         "rl_training": training,
         "logging": {"trackers": _trackers(args.report_to)} | level,
     }
+
+
+SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "linear": ("linear", {}),
+    "cosine": ("cosine", {"num_cycles": 0.5}),
+    "cosine_with_min_lr": ("cosine", {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None}),
+    "polynomial": ("linear", {"power": 1.0, "lr_end": 1e-7}),
+    "inverse_sqrt": ("inverse_sqrt", {"timescale": None}),
+    "warmup_stable_decay": (
+        "wsd",
+        {
+            **{"num_decay_steps": None, "num_stable_steps": None, "warmup_type": "linear"},
+            **{"decay_type": "cosine", "min_lr_ratio": 0.0, "num_cycles": 0.5},
+        },
+    ),
+    "constant": ("constant", {}),
+    "constant_with_warmup": ("constant", {}),
+}
+"""transformers' schedule → (ours, its arguments with their defaults). `VARIED` of them may have
+other values."""
+VARIED = ("min_lr", "min_lr_rate", "lr_end", "num_decay_steps", "decay_type", "min_lr_ratio")
+
+
+def lr_schedule(args: TrainerConfig) -> dict[str, Any]:
+    """Return the keys of [rl_training] of a schedule. Raises ConfigError: an argument of it that
+    is not here."""
+    name = args.lr_scheduler_type
+    kind, defaults = SCHEDULES[name]
+    values = {**defaults, **_schedule_arguments(args, defaults)}
+    final = values.get("lr_end") or values.get("min_lr")
+    rate = values.get("min_lr_rate") or values.get("min_lr_ratio") or 0.0
+    if name == "cosine_with_min_lr" and not (final or rate):
+        raise ConfigError("lr_scheduler_kwargs: cosine_with_min_lr needs min_lr, or min_lr_rate")
+    final = final or rate * args.learning_rate
+    keys: dict[str, Any] = {"lr_schedule": kind} | ({"lr_final": final} if final else {})
+    if kind != "wsd":
+        return keys
+    if not values["num_decay_steps"]:
+        raise ConfigError("lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps")
+    if rate and (args.warmup_steps or args.warmup_ratio):
+        raise ConfigError(
+            "lr_scheduler_kwargs: min_lr_ratio is not here with a warm-up, which begins at 0"
+        )
+    decay = {"lr_decay_steps": values["num_decay_steps"], "lr_decay_shape": values["decay_type"]}
+    return keys | decay
+
+
+def _schedule_arguments(args: TrainerConfig, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return lr_scheduler_kwargs. Raises ConfigError: one that the schedule does not have, or a
+    value of it that is not here."""
+    given = args.lr_scheduler_kwargs or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler_kwargs={given!r} is no JSON: {error}") from None
+    name = args.lr_scheduler_type
+    for key, value in dict(given).items():
+        if key not in defaults:
+            there_are = ", ".join(defaults) or "none"
+            raise ConfigError(f"lr_scheduler_kwargs: {name} has no {key!r} (it has {there_are})")
+        if key not in VARIED and value != defaults[key]:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: {key}={value!r} of {name} is not here: leave it out"
+            )
+    return dict(given)
 
 
 def _add_rollouts(
@@ -620,6 +689,8 @@ def _add_rows(
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds
+        if args.f_divergence_type == "alpha_divergence":
+            training["preference"]["f_alpha"] = args.f_alpha_divergence_coef
         if "sft" in kinds and args.gradient_accumulation_steps > 1:
             training["preference"]["sft_pairs"] = args.per_device_train_batch_size
 
@@ -693,7 +764,7 @@ def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:
 def _optimizer(name: str) -> str:
     """Strip "paged": it concerns only the memory of the states."""
     plain = name.removeprefix(PAGED)
-    for kind in ("adamw", "lion", "adafactor", "muon"):
+    for kind in ("adamw", "lion", "adafactor", "sgd", "muon"):
         if plain.startswith(kind):
             if "8bit" not in plain and "4bit" not in plain:
                 return kind
@@ -701,7 +772,7 @@ def _optimizer(name: str) -> str:
                 return f"{kind}_8bit"
     raise ConfigError(
         f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
-        ' "adafactor" or "muon"'
+        ' "adafactor", "sgd" or "muon"'
     )
 
 

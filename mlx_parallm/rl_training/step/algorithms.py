@@ -285,6 +285,8 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
         loss_weights=preference.loss_weights,
         label_smoothing=preference.label_smoothing,
         discopop_tau=preference.discopop_tau,
+        f_divergence=preference.f_divergence,
+        f_alpha=preference.f_alpha,
     ),
     "kto": lambda preference, beta: partial(kto_loss, beta=beta),
     "orpo": lambda preference, beta: partial(orpo_loss, beta=beta),

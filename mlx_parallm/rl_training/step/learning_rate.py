@@ -1,8 +1,17 @@
-"""The schedule of the learning rate: warm-up, then constant, linear or cosine."""
+"""The schedule of the learning rate: warm-up, then constant or one of `SHAPES`."""
 
 import math
+from collections.abc import Callable, Mapping
 
 from mlx_parallm.config.training import LearningSection
+
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Progress of a decay from 0 to 1 → the share that is left."""
+TIMESCALE = 10_000  # transformers', of "inverse_sqrt" without a warm-up
 
 
 def learning_rate_at(
@@ -13,7 +22,10 @@ def learning_rate_at(
 
     Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the
     peak comes at warmup_steps + 1. After it: constant, or linear or cosine down to lr_final,
-    which the step after total_steps would have: the last one still learns.
+    which the step after total_steps would have: the last one still learns. "inverse_sqrt": peak /
+    sqrt(1 + passed / warmup_steps), passed since the peak. "wsd" (warm-up, stable, decay): the peak
+    up to lr_decay_steps before the end, then down to lr_final in lr_decay_shape. All as
+    transformers has them.
 
     With `lr_per_update` it counts updates, and the first one of a warm-up has the rate 0, as in
     transformers' trainer.
@@ -30,10 +42,10 @@ def learning_rate_at(
         return peak * (passed / warmup if begins_at_0 else (passed + 1) / (warmup + 1))
     if training.lr_schedule == "constant":
         return peak
-    progress = min((passed - warmup) / max(total - warmup, 1), 1.0)
-    share = (
-        1.0 - progress
-        if training.lr_schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if training.lr_schedule == "inverse_sqrt":
+        return peak / math.sqrt(1.0 + (passed - warmup) / (warmup or TIMESCALE))
+    wsd = training.lr_schedule == "wsd"
+    begin = max(warmup, total - (training.lr_decay_steps or 0)) if wsd else warmup
+    progress = min(max((passed - begin) / max(total - begin, 1), 0.0), 1.0)
+    share = SHAPES[training.lr_decay_shape if wsd else training.lr_schedule](progress)
     return training.lr_final + (peak - training.lr_final) * share

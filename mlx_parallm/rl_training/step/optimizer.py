@@ -40,12 +40,12 @@ HostCopy = list[dict[str, Any]]
 """Masters and states of each group, as trees of numpy's arrays."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
-ELEMENTWISE = ("adamw", "lion", *QUANTISED)
+ELEMENTWISE = ("adamw", "lion", "sgd", *QUANTISED)
 UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 UNITS = {states_8bit.ABSMAX: states_8bit.BLOCK}
 """End of a state's name → how many numbers of the parameter one of its numbers is of, if that is
 not one."""
-STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
+STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0} | {
     "adamw_8bit": 2 * states_8bit.STATE_BYTES,
     "lion_8bit": states_8bit.STATE_BYTES,
 }
@@ -537,6 +537,13 @@ class ParameterGroup:
         return parts
 
 
+class PlainSGD(optimizers.SGD):
+    """MLX's without momentum, and without the state of one: w - rate · (g + weight_decay · w)."""
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        """Leave the state empty."""
+
+
 def make_groups(
     names: Sequence[str],
     arrays: Sequence[mx.array],
@@ -609,6 +616,8 @@ def make_optimizer(kind: str, decay: float, training: LearningSection) -> optimi
         return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
         return optimizers.Muon(learning_rate=rate, weight_decay=decay)
+    if kind == "sgd":
+        return PlainSGD(rate, weight_decay=decay)
     # the learning rate is the configuration's, not the paper's own schedule
     assert kind == "adafactor", kind
     return optimizers.Adafactor(

@@ -201,3 +201,21 @@ async def _rewards(reward: Any, texts: Sequence[str]) -> list[float]:
     scored = reward([Trajectory(text, rollout) for text in texts])
     parts = await scored if hasattr(scored, "__await__") else scored
     return [part["reward"] for part in parts]
+
+
+def answered_tasks(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Problems of the built-in tasks with their answers."""
+    problems = [
+        make_problem(task, i, seed=seed, split="train") for i in range(400) for task in TASKS
+    ]
+    rows = [
+        {"prompt": list(p.messages), "answer": p.answer}
+        for p in {problem.key: problem for problem in problems}.values()
+    ]
+    write_rows(directory / "rows.jsonl", rows)
+
+
+def short(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Eight characters less the answer's: a reward whose scale is larger than that of being right."""
+    texts = [str(each[0]["content"]) for each in completions]
+    return [8.0 - len(text.strip()) for text in texts]

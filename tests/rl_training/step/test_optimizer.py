@@ -18,6 +18,7 @@ from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.learning_rate import learning_rate_at
 from mlx_parallm.rl_training.step.optimizer import (
     AdamWSettings,
+    PlainSGD,
     PolicyOptimizer,
     kind_of,
     make_groups,
@@ -405,6 +406,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert optimizer.updates == 1
     for array, copy in zip(policy.slots.read(), before, strict=True):
         np.testing.assert_array_equal(array, copy)
+
+
+def test_sgd_is_torchs_and_keeps_nothing() -> None:
+    """torch.optim.SGD, rate 0.1, weight_decay 0.01: [1, -2] with the gradient [0.5, 0.25] becomes
+    [0.949, -2.023]."""
+    optimizer = PlainSGD(0.1, weight_decay=0.01)
+    weights = {"w": mx.array([1.0, -2.0])}
+    found = optimizer.apply_gradients({"w": mx.array([0.5, 0.25])}, weights)
+    assert found["w"].tolist() == pytest.approx([0.949, -2.023])
+    config = make_config(optimizer="sgd")
+    policy = make_policy(config)
+    trained = make_optimizer(policy.slots, config)
+    gradients = [mx.ones(array.shape) for array in policy.slots.read()]
+    before = [np.array(array) for array in policy.slots.read()]
+    assert trained.update(gradients, 0.1).applied
+    scale = 0.1 / math.sqrt(sum(array.size for array in before))  # the norm is clipped to 1
+    for array, copy in zip(policy.slots.read(), before, strict=True):
+        np.testing.assert_allclose(np.array(array), copy - scale, atol=1e-6)
+    assert not [name for name in trained.state() if "step" not in name and "master" not in name]
 
 
 def rates(**values: object) -> list[float]:
