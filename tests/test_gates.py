@@ -37,6 +37,7 @@ PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 PROMISED_TWICE = {"RewardConfig"}  # TRL's, and the specification's of the orchestrator
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its own file
+    "faces.trl.schedules": "transformers' schedules, apart from TRL's arguments",
     "rl_training.step.learning_rate": "the schedule of the rate is looked for by this name",
     "engine.scheduling.prefill_pace": "plain Python beside the engine, which computes",
     "engine.prefix_disk.opening": "reads the model's files and arrays, which the folder's rest does not",

@@ -34,8 +34,14 @@ BETAS = {
     "cpo": 0.1,
 }
 DPO_OPTIONS = {
-    *("beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau", "sft_pairs"),
-    *("f_divergence", "f_alpha"),
+    "beta",
+    "loss_type",
+    "loss_weights",
+    "label_smoothing",
+    "discopop_tau",
+    "f_divergence",
+    "f_alpha",
+    "sft_pairs",
 }
 KTO_OPTIONS = {"beta", "desirable_weight", "undesirable_weight", "kto_loss"}
 OPTIONS = {
@@ -147,7 +153,14 @@ DPOLossName = Literal[
 ]
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 OF_THE_MARGIN = (
-    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop"),
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "ipo_sum",
+    "exo_pair",
+    "robust",
+    "discopop",
     "sft",
 )
 """Losses of DPO that any f-divergence has."""

@@ -147,14 +147,15 @@ PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
 LARGEST_EXPONENT = 80.0  # TRL's
 
 
-def _alpha(ratios: mx.array, alpha: float) -> mx.array:
+def _alpha(ratios: mx.array, alpha: float | None) -> mx.array:
+    assert alpha is not None
     power = alpha - 1.0
     if abs(power) < 1e-6:  # its limit, as TRL has it
         return ratios
     return (mx.exp(mx.minimum(power * ratios, LARGEST_EXPONENT)) - 1.0) / power
 
 
-DIVERGENCES: dict[str, Callable[[mx.array, float], mx.array]] = {
+DIVERGENCES: dict[str, Callable[[mx.array, float | None], mx.array]] = {
     "reverse_kl": lambda ratios, alpha: ratios,
     "forward_kl": lambda ratios, alpha: 1.0 - mx.exp(mx.minimum(-ratios, LARGEST_EXPONENT)),
     "js_divergence": lambda ratios, alpha: math.log(2.0) - _minus_log_sigmoid(ratios),
@@ -173,7 +174,7 @@ def dpo_loss(
     loss_weights: Sequence[float] = (),
     discopop_tau: float | None = None,
     f_divergence: str = "reverse_kl",
-    f_alpha: float = 0.5,
+    f_alpha: float | None = None,
 ) -> LossOutputs:
     """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge"
     max(0, 1 - βΔ) (SLiC, arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means

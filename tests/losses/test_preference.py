@@ -293,7 +293,14 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
         (partial(dpo_loss, beta=0.1, loss_type="exo_pair", label_smoothing=0.1), 0.451973),
         *(  # TRL 1.16's f_divergence_type
             (
-                partial(dpo_loss, beta=0.1, loss_type=kind, f_divergence=divergence, **PLAIN),
+                partial(
+                    dpo_loss,
+                    beta=0.1,
+                    loss_type=kind,
+                    f_divergence=divergence,
+                    f_alpha=0.5,
+                    **PLAIN,
+                ),
                 expected,
             )
             for divergence, kind, expected in (

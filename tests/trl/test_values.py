@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.trl.config import DPOConfig, SFTConfig
-from mlx_parallm.faces.trl.mapping import SCHEDULES as SCHEDULES_HERE
+from mlx_parallm.faces.trl.schedules import SCHEDULES as SCHEDULES_HERE
 
 SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt"),
