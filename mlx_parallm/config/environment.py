@@ -67,8 +67,6 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 class AdaptiveConfig(Section):
-    """How `curriculum = "adaptive"` draws."""
-
     floor: float = Field(0.1, gt=0, le=1)
     """Share of the groups that go through all rows in turn, whatever is known of them: a row
     comes back after 2 rows / floor groups at the latest. 1: every group does."""
@@ -119,6 +117,9 @@ class EnvironmentConfig(Section):
     a grammar of calls then, as with OpenAI's `tool_choice`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment (e.g. reasoning-gym's data set keywords)."""
+    levels: tuple[dict[str, Any], ...] = ()
+    """Options of each level of difficulty beside `options`, from easy to hard: each group takes the
+    level that is expected to teach most now (`adaptive` says how)."""
     data: str | None = None
     """dataset: a JSONL file, or "hf:owner/name" for one of the hub (needs the extra `datasets`)."""
     data_subset: str | None = None
@@ -148,6 +149,7 @@ class EnvironmentConfig(Section):
     rows drawn by what they are expected to teach, by pass rates that are estimated while it trains
     (adaptive)."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
+    """How rows (curriculum = "adaptive") or `levels` are drawn."""
     pass_rates: str | None = None
     """dataset: what `curriculum` goes by: the directory that `mlx_parallm eval --output` wrote for
     the same rows;
@@ -198,6 +200,10 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards"
             )
+        if self.adaptive.changed() and self.curriculum != "adaptive" and not self.levels:
+            raise ValueError('adaptive = { … } needs curriculum = "adaptive", or levels')
+        if len(self.levels) == 1:
+            raise ValueError("levels has one level: set at least two, or put it into options")
         if self.kind != "dataset":
             keys = (*DATASET_KEYS, *SCORING_KEYS) if self.kind in NAMED_KINDS else DATASET_KEYS
             changed = self.changed()
@@ -229,8 +235,6 @@ class EnvironmentConfig(Section):
             )
         if self.pass_rates is not None and self.curriculum == "none":
             raise ValueError('pass_rates needs curriculum = "easy_first", "weighted" or "adaptive"')
-        if self.adaptive.changed() and self.curriculum != "adaptive":
-            raise ValueError('adaptive = { … } needs curriculum = "adaptive"')
         if (
             self.curriculum == "adaptive"
             and self.reward_method != "absolute"
@@ -241,8 +245,11 @@ class EnvironmentConfig(Section):
                 " the answers of a group; name the reward that tells right from wrong,"
                 " adaptive = { reward = NAME }"
             )
-        if self.options:
-            raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
+        for key, options in (("options", self.options), ("levels", self.levels)):
+            if options:
+                raise ValueError(
+                    f'kind = "dataset" takes no {key} (got {", ".join(map(str, options))})'
+                )
 
 
 def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
@@ -267,7 +274,6 @@ DATASET_KEYS = (
     "prompt_column",
     "prompt_template",
     "curriculum",
-    "adaptive",
     "pass_rates",
     "answer_column",
 )

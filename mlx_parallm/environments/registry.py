@@ -2,12 +2,14 @@
 class."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.environments.base import AnyEnvironment, EnvironmentSource
+from mlx_parallm.environments.curriculum.levels import with_levels
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.state import BaseEnvironment, construct
 from mlx_parallm.errors import ConfigError
@@ -54,9 +56,10 @@ def build_sources(
         if is_reference(config.kind):
             cls = _user_class(config)
             with user_code(f"environments: {config.kind}"):
-                source = cls.from_entry(config, seed=seed, name=name)
+                source = with_levels(config, partial(cls.from_entry, seed=seed, name=name))
         else:
-            source = class_of(config.kind).from_entry(config, seed=seed, name=name)
+            cls = class_of(config.kind)
+            source = with_levels(config, partial(cls.from_entry, seed=seed, name=name))
         source.progress = progress
         source.take_tools(tools)
         if config.kind == "tools" and source.tools is None and config.tools != ():

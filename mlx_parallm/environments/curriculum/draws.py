@@ -152,9 +152,11 @@ class RowDraws:
             row = self._next_row(index)
             self._keep({"group": index, "row": self._keys[row]})
         row = self._groups[index].row
+        if self._levels:  # another group of a level has another task
+            return row + index * len(self._keys)
         self._in_flight[row] += 1
         self._weights.put(slice(row, row + 1), 0.0)
-        return row + index * len(self._keys) if self._levels else row
+        return row
 
     def finished(self, result: "FinishedGroup") -> None:
         """Count what a group earned. A row whose group failed, unless that may pass, counts as
@@ -162,9 +164,7 @@ class RowDraws:
         index = result.plan.index
         assert index is not None, "a group of the queue has one"
         row = self._groups[index].row
-        self._in_flight[row] -= 1
-        if not self._in_flight[row]:
-            del self._in_flight[row]
+        self._in_flight -= Counter([row])
         if not self._groups[index].finished:
             rewards: list[float] | None = self._scores(result.group)
             if result.failure is not None:
