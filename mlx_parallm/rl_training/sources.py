@@ -229,7 +229,7 @@ class InProcessEnvironments(RolloutSource):
             template_kwargs=config.model.chat_template_kwargs,
             players=players,
         )
-        keep_draws(self._context.directory, self._context.environments)
+        keep_draws(self._context.directory, (each.draws for each in self._context.environments))
         manager.check_room("rl_training.atropos.max_token_length")
         if state is not None and self.name in state.sources:
             manager.restore(state.sources[self.name])
@@ -280,7 +280,7 @@ class InProcessEnvironments(RolloutSource):
         return self._manager.state() if self._manager is not None else None
 
     def numbers(self) -> dict[str, Any]:
-        return row_numbers(self._context.environments)
+        return row_numbers(each.draws for each in self._context.environments)
 
 
 class RewardsById(RolloutSource):

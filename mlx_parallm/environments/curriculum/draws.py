@@ -161,17 +161,31 @@ class RowDraws:
     def finished(self, result: "FinishedGroup") -> None:
         """Count what a group earned. A row whose group failed, unless that may pass, counts as
         wrong: it would fail again."""
-        index = result.plan.index
-        assert index is not None, "a group of the queue has one"
-        row = self._groups[index].row
-        self._in_flight -= Counter([row])
-        if not self._groups[index].finished:
-            rewards: list[float] | None = self._scores(result.group)
-            if result.failure is not None:
-                rewards = [] if result.may_pass else None
-            versions = [each for each in result.group.sampled_versions if each >= 0]
-            self._keep({"group": index, "rewards": rewards, "version": max(versions, default=None)})
-        self._weigh(slice(row, row + 1))
+        assert result.plan.index is not None, "a group of the queue has one"
+        rewards: list[float | None] | None = [
+            rollout.scores.get(self._config.reward) if rollout.is_scored else None
+            for rollout in result.group.rollouts
+        ]
+        if result.failure is not None:
+            rewards = [] if result.may_pass else None
+        versions = [each for each in result.group.sampled_versions if each >= 0]
+        self.earned(result.plan.index, rewards, version=max(versions, default=None))
+
+    def earned(
+        self, index: int, rewards: Sequence[float | None] | None, *, version: int | None = None
+    ) -> None:
+        """Count the rewards of group `index`; an answer without a finite one does not count.
+
+        Args:
+            rewards: None: the group failed, and would fail again.
+            version: the newest policy version that sampled it; None: unknown.
+        """
+        drawn = self._groups[index]
+        self._in_flight -= Counter([drawn.row])
+        if not drawn.finished:
+            finite = None if rewards is None else _finite(rewards)
+            self._keep({"group": index, "rewards": finite, "version": version})
+        self._weigh(slice(drawn.row, drawn.row + 1))
 
     def rewind(self) -> None:
         """Forget which groups were in flight: they are played again."""
@@ -243,12 +257,6 @@ class RowDraws:
             self._turn = turn, order
         return int(self._turn[1][place])
 
-    def _scores(self, group: RolloutGroup) -> list[float]:
-        """Return the finite rewards of the answers that were scored."""
-        name = self._config.reward
-        rewards = [each.scores.get(name) for each in group.rollouts if each.is_scored]
-        return [each for each in rewards if each is not None and math.isfinite(each)]
-
     def _count(self, row: int, rewards: Sequence[float] | None, version: int | None) -> None:
         if rewards is None:
             changed = self._rates.add(row, right=0.0, wrong=self._rates.size, version=version)
@@ -263,6 +271,10 @@ class RowDraws:
         self._weights.put(rows, self._rates.teaches[rows] ** SHARPNESS)
         for row in self._in_flight:
             self._weights.put(slice(row, row + 1), 0.0)
+
+
+def _finite(rewards: Sequence[float | None]) -> list[float]:
+    return [each for each in rewards if each is not None and math.isfinite(each)]
 
 
 def _different(keys: Sequence[str]) -> list[str]:

@@ -49,23 +49,15 @@ def draws_of_rows(source: RowSource, rows: Sequence[DataRow]) -> RowDraws | None
     )
 
 
-class Drawing(Protocol):
-    """The part of an `EnvironmentSource` that `keep_draws` uses."""
-
-    @property
-    def draws(self) -> RowDraws | None: ...
-
-
-def keep_draws(run: Path, sources: Iterable[Drawing]) -> None:
+def keep_draws(run: Path, draws: Iterable[RowDraws | None]) -> None:
     """Let draws continue where the run in a directory has left them, and keep them there. Raises
     CheckpointError: a damaged file, or one of other rows."""
-    drawing = [source.draws for source in sources if source.draws is not None]
-    by_name = {each.environment: each for each in drawing}
+    by_name = {each.environment: each for each in draws if each is not None}
     kept = DrawLog(run / DRAWS_FILE)
     others: Counter[str] = Counter()
     for _, entry in kept.read() if by_name else ():
-        if (draws := by_name.get(entry["environment"])) is not None:
-            draws.replay(entry)
+        if (found := by_name.get(entry["environment"])) is not None:
+            found.replay(entry)
         else:
             others[entry["environment"]] += 1
     for name, entries in others.items():
@@ -74,10 +66,9 @@ def keep_draws(run: Path, sources: Iterable[Drawing]) -> None:
         each.continue_in(kept)
 
 
-def row_numbers(sources: Iterable[Drawing]) -> dict[str, Any]:
+def row_numbers(draws: Iterable[RowDraws | None]) -> dict[str, Any]:
     """Return the numbers of a metrics line about the rows that are drawn; nothing if none are."""
-    drawing = [source.draws for source in sources if source.draws is not None]
-    kinds = {each.environment: asdict(each.kinds()) for each in drawing}
+    kinds = {each.environment: asdict(each.kinds()) for each in draws if each is not None}
     if not kinds:
         return {}
     names = next(iter(kinds.values()))

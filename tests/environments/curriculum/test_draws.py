@@ -162,10 +162,6 @@ def draws_of(keys, *, name="rows", seed=0, levels=False, **settings):
     )
 
 
-def source_of(draws):
-    return SimpleNamespace(draws=draws)
-
-
 class Player:
     """Plays groups of rows whose pass rates it knows, several at once; a failure now and then."""
 
@@ -216,14 +212,14 @@ def test_a_run_that_is_killed_draws_the_rows_that_it_would_have_drawn(tmp_path):
         keys = [f"row{number}" for number in range(rng.randint(1, 12))]
         rates = [rng.choice((0.0, 0.5, 1.0)) for _ in keys]
         first, seed = draws_of(keys, seed=history, floor=rng.choice((0.1, 0.37, 1))), rng.random()
-        keep_draws(run, [source_of(first)])
+        keep_draws(run, [first])
         player = Player(first, rates, seed=seed)
         player.play(rng.randint(1, 60))
         log = (run / DRAWS_FILE).read_bytes()
         (run / DRAWS_FILE).write_bytes(log + b'{"environment": "rows", "gro'[: rng.randint(0, 28)])
 
         second = draws_of(keys, seed=history, floor=first._config.floor)
-        keep_draws(run, [source_of(second)])
+        keep_draws(run, [second])
         assert (run / DRAWS_FILE).read_bytes() == log
         again = {index: second.draw(index, player.cursor) for index in player.in_flight}
         assert again == player.in_flight
@@ -321,7 +317,7 @@ def test_levels_rise_with_the_policy():
 
 def played(run, keys, *, name="rows", groups=6):
     draws = draws_of(keys, name=name)
-    keep_draws(run, [source_of(draws)])
+    keep_draws(run, [draws])
     player = Player(draws, [0.5] * len(keys), seed=0)
     player.play(groups)
     return draws
@@ -331,27 +327,27 @@ def test_rows_that_changed_between_runs(tmp_path, warned):
     keys = ["a", "b", "b", "c"]
     before = played(tmp_path, keys, groups=60)
     moved = draws_of(["c", "b", "new", "b", "a"])
-    keep_draws(tmp_path, [source_of(moved)])
+    keep_draws(tmp_path, [moved])
     rates = lambda draws, order: [draws._rates.mean(draws._row_of[key]) for key in order]  # noqa: E731
     assert rates(moved, ["a", "b", "b#2", "c"]) == rates(before, ["a", "b", "b#2", "c"])
     assert moved.kinds().unseen == 1
     fewer = draws_of(["a"])
-    keep_draws(tmp_path, [source_of(fewer)])
+    keep_draws(tmp_path, [fewer])
     assert [(line["event"], line["rows"]) for line in warned] == [
         ("rows that were drawn are no longer in the data: what they earned is forgotten", 3)
     ]
     with pytest.raises(CheckpointError, match="draws of another data set"):
-        keep_draws(tmp_path, [source_of(draws_of(["x", "y"]))])
+        keep_draws(tmp_path, [draws_of(["x", "y"])])
 
 
 def test_environments_share_a_file_and_nothing_else(tmp_path):
     both = [draws_of(["a", "b"], name="one"), draws_of(["a", "c"], name="two")]
-    keep_draws(tmp_path, map(source_of, both))
+    keep_draws(tmp_path, both)
     both[0].draw(0, 0), both[1].draw(0, 0)
     both[0].finished(result(0, [1.0] * SIZE))
     again = [draws_of(["a", "b"], name="one"), draws_of(["a", "c"], name="two")]
-    keep_draws(tmp_path, [*map(source_of, again), source_of(None)])
-    assert row_numbers(map(source_of, again)) == {
+    keep_draws(tmp_path, [*again, None])
+    assert row_numbers(again) == {
         "rows_easy": 1,
         "rows_learnable": 0,
         "rows_hopeless": 0,
@@ -361,8 +357,8 @@ def test_environments_share_a_file_and_nothing_else(tmp_path):
             "two": {"easy": 0, "learnable": 0, "hopeless": 0, "unseen": 2},
         },
     }
-    keep_draws(tmp_path, [source_of(draws_of(["q"], name="three"))])  # one that is gone is carried
-    assert row_numbers([source_of(None)]) == {}
+    keep_draws(tmp_path, [draws_of(["q"], name="three")])  # one that is gone is carried
+    assert row_numbers([None]) == {}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +379,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     entry = json.dumps({"environment": "rows", "group": 0, "row": "a"})
     (tmp_path / DRAWS_FILE).write_text(f"{entry}\n{line}\n")
     with pytest.raises(CheckpointError, match=r"draws\.jsonl:2: no draw of a row"):
-        keep_draws(tmp_path, [source_of(draws_of(["a"]))])
+        keep_draws(tmp_path, [draws_of(["a"])])
 
 
 # ---------------------------------------------------------------------- in the manager
@@ -410,9 +406,12 @@ def test_a_manager_draws_rows_and_learns_from_its_groups(managed, tokenizer, tmp
         EnvironmentConfig(kind="tasks", name="sum", group_size=4),
     ]
 
+    def numbers(sources):
+        return row_numbers(each.draws for each in sources)
+
     def sources():
         made = build_sources(entries, seed=0)
-        keep_draws(tmp_path, made)
+        keep_draws(tmp_path, [each.draws for each in made])
         return made
 
     first = sources()
@@ -425,7 +424,7 @@ def test_a_manager_draws_rows_and_learns_from_its_groups(managed, tokenizer, tmp
     names = {group.group_id for group in inbox.groups if group.environment == "rows"}
     assert {f"rows-0-{line['group']}" for line in drawn if line.get("rewards")} >= names
     assert first[0].draws.kinds() == Kinds(easy=4, learnable=4, hopeless=4)
-    assert row_numbers(sources()) == row_numbers(first)
+    assert numbers(sources()) == numbers(first)
 
 
 def test_what_adaptive_needs(tmp_path):
