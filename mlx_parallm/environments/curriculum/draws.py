@@ -168,8 +168,7 @@ class RowDraws:
         ]
         if result.failure is not None:
             rewards = [] if result.may_pass else None
-        versions = [each for each in result.group.sampled_versions if each >= 0]
-        self.earned(result.plan.index, rewards, version=max(versions, default=None))
+        self.earned(result.plan.index, rewards, version=_newest(result.group))
 
     def earned(
         self, index: int, rewards: Sequence[float | None] | None, *, version: int | None = None
@@ -194,6 +193,11 @@ class RowDraws:
             self._weigh(slice(row, row + 1))
 
     # --- the run's side
+
+    @property
+    def next_group(self) -> int:
+        """The first index that no draw was made for yet."""
+        return max(self._groups, default=-1) + 1
 
     def kinds(self) -> Kinds:
         """Count the rows of each kind."""
@@ -275,6 +279,13 @@ class RowDraws:
 
 def _finite(rewards: Sequence[float | None]) -> list[float]:
     return [each for each in rewards if each is not None and math.isfinite(each)]
+
+
+def _newest(group: RolloutGroup) -> int | None:
+    """Return the newest policy version of a group's tokens."""
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    newest = max((max(each.policy_versions, default=-1) for each in segments), default=-1)
+    return newest if newest >= 0 else None
 
 
 def _different(keys: Sequence[str]) -> list[str]:

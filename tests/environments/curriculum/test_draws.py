@@ -144,13 +144,12 @@ def test_draws_are_in_proportion_to_the_weights_as_those_of_one_sum():
 def rollout(reward, version=1):
     scored = reward is not None
     scores = {"reward": reward, "right": reward} if scored else {}
-    return SimpleNamespace(scores=scores, is_scored=scored, version=version)
+    segment = SimpleNamespace(policy_versions=(-1, version))
+    return SimpleNamespace(scores=scores, is_scored=scored, segments=(segment,))
 
 
 def result(index, rewards, *, version=1, failure=None, may_pass=False):
-    group = SimpleNamespace(
-        rollouts=[rollout(each) for each in rewards], sampled_versions=(version, -1)
-    )
+    group = SimpleNamespace(rollouts=[rollout(each, version) for each in rewards])
     return SimpleNamespace(
         plan=SimpleNamespace(index=index), group=group, failure=failure, may_pass=may_pass
     )
@@ -221,6 +220,7 @@ def test_a_run_that_is_killed_draws_the_rows_that_it_would_have_drawn(tmp_path):
         second = draws_of(keys, seed=history, floor=first._config.floor)
         keep_draws(run, [second])
         assert (run / DRAWS_FILE).read_bytes() == log
+        assert second.next_group == first.next_group
         again = {index: second.draw(index, player.cursor) for index in player.in_flight}
         assert again == player.in_flight
         # and every later one, in the same company
