@@ -9,8 +9,8 @@ from typing import Any
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.environments.base import AnyEnvironment, EnvironmentSource
-from mlx_parallm.environments.curriculum.levels import with_levels
 from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.levels import with_levels
 from mlx_parallm.environments.state import BaseEnvironment, construct
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load, user_code

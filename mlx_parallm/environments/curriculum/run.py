@@ -56,8 +56,8 @@ def keep_draws(run: Path, draws: Iterable[RowDraws | None]) -> None:
     kept = DrawLog(run / DRAWS_FILE)
     others: Counter[str] = Counter()
     for _, entry in kept.read() if by_name else ():
-        if (found := by_name.get(entry["environment"])) is not None:
-            found.replay(entry)
+        if entry["environment"] in by_name:
+            by_name[entry["environment"]].replay(entry)
         else:
             others[entry["environment"]] += 1
     for name, entries in others.items():
