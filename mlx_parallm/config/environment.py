@@ -70,7 +70,7 @@ class AdaptiveConfig(Section):
     floor: float = Field(0.1, gt=0, le=1)
     """Share of the groups that go through all rows in turn, whatever is known of them: a row
     comes back after 2 rows / floor groups at the latest. 1: every group does."""
-    half_life: float = Field(20.0, gt=0)
+    half_life: float = Field(100.0, gt=0)
     """Policy versions after which an answer counts half."""
     pass_reward: float | None = None
     """Reward from which an answer is right. Default: a reward counts by its place between the

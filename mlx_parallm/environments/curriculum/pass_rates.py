@@ -1,8 +1,10 @@
 """PassRates: how likely an answer to each row is right, estimated while the policy learns.
 
-Each row has a Beta posterior: a prior, and the right and wrong answers of its groups. An answer
-counts half after `half_life` further policy versions, for the policy that gave it has changed:
-so a row that nobody answers goes back to the prior, and is tried again. The prior is the
+Each row has a Beta posterior: a prior, and the right and wrong answers of its groups. What was
+known of a row counts at most as one group beside its next one, so that a row that is learned is
+soon known to be. And an answer counts half after `half_life` further policy versions, for the
+policy that gave it has changed: so a row that nobody answers goes back to the prior, and is tried
+again. The prior is the
 distribution of the pass rates of such rows, by the first groups of rows that were not seen
 (`Population`): among many hopeless rows a new one is not worth much.
 
@@ -154,9 +156,14 @@ class PassRates:
             self._population.add(right, wrong)
         easier = slice(0 if self._ordered else row, row + 1)
         harder = slice(row, len(self._right) if self._ordered else row + 1)
+        touched = slice(easier.start, harder.stop)
+        before = self._right[touched] + self._wrong[touched]
+        weights = self.size / np.maximum(before, self.size)
+        self._right[touched] *= weights
+        self._wrong[touched] *= weights
         self._right[easier] += right
         self._wrong[harder] += wrong
-        changed = rows if aged else slice(easier.start, harder.stop)
+        changed = rows if aged else touched
         self._all_right[changed], self._all_wrong[changed] = self._chances(changed)
         self.teaches[changed] = self._differ(changed)
         return changed
