@@ -13,13 +13,13 @@ from mlx_parallm.execution.user_code import is_reference
 HTTP_KEYS = ("url", "api", "served_name", "api_key_file", "requests_at_once", "timeout_s", "tries")
 OWN_KINDS = ("base", "policy", "checkpoint", "ema")
 KEYS_OF: dict[str, tuple[str, ...]] = {
-    "model": ("path", "revision", "quantize"),
+    "model": ("path", "revision", "quantize", "tokenizer"),
     "base": (),
     "policy": (),
     "checkpoint": ("path", "policy_version"),
     "ema": (),
     "group": (),
-    "http": (*HTTP_KEYS, "path", "revision"),
+    "http": (*HTTP_KEYS, "path", "revision", "tokenizer"),
 }
 """Kinds of teachers, and the keys that each reads besides those of all."""
 OF_ALL = ("name", "kind", "environments", "prompt", "solved_from")
@@ -51,6 +51,10 @@ class TeacherConfig(Section):
     """Hub revision of `path`."""
     policy_version: int | None = Field(None, ge=0)
     """checkpoint: policy version in the run that `path` is; default: its newest."""
+    tokenizer: Literal["policy", "own"] = "policy"
+    """model, http: "policy" (it has the policy's, which is compared), "own" (a teacher of another
+    family: the answer's text is aligned, and prompts are rendered by its own chat template; http:
+    `path` is its tokenizer)."""
     quantize: bool = False
     """model: 4 bits, as rl_training.lora.quantize_base."""
     url: str = ""
@@ -77,6 +81,11 @@ class TeacherConfig(Section):
             raise ValueError(f"{unread[0]} is a key of {readers}: {self.kind!r} does not read it")
         if self.kind in PATH_NEEDED and not self.path:
             raise ValueError(f'kind = "{self.kind}" needs path')
+        if self.kind == "http" and self.tokenizer == "own" and not self.path:
+            raise ValueError(
+                'tokenizer = "own" needs path: the directory or hub id of the tokenizer that the'
+                " server has, with its chat template"
+            )
         if self.kind == "http" and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url {self.url!r} does not begin with http:// or https://")
         if self.kind == "policy" and not self.prompt:
@@ -110,6 +119,11 @@ class DistillationSettings(Section):
     lmbda: float = Field(1.0, ge=0, le=1)
     """loss: share of the groups that are trained on as they were sampled; in the place of the
     others comes the answer in `completion_column` (GKD)."""
+    vocabularies: Literal["spelled", "hybrid", "uld"] = "spelled"
+    """loss, of teachers with tokenizer = "own": how tokens of two vocabularies are compared.
+    "spelled": the teacher's token counts as the policy's token that its text begins with. "hybrid":
+    tokens that both have by the divergence, the others by their sorted probabilities (GOLD).
+    "uld": all by their sorted probabilities."""
     completion_column: str = "completion"
     """Column of the rows that holds the given answer, a text."""
     column: str | None = None
@@ -126,7 +140,7 @@ class DistillationSettings(Section):
     @property
     def reads_rows(self) -> bool:
         """Whether teachers need the row of a group, and not its tokens alone."""
-        has_prompt = any(bool(teacher.prompt) for teacher in self.teachers)
+        has_prompt = any(bool(each.prompt) or each.tokenizer == "own" for each in self.teachers)
         return has_prompt or self.column is not None or self.lmbda < 1
 
     @field_validator("teachers")

@@ -26,12 +26,14 @@ from typing import Any, Protocol
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.episode import CURRENT, Episode, EpisodeOver, Opening
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnPolicy, TurnRequest
+
 from mlx_parallm.errors import (
     EndpointError,
     EngineUnavailableError,
     ParallmError,
     RolloutRejectedError,
 )
+from mlx_parallm.execution.tool_calls import openai_tools
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.loop_thread import LoopThread
@@ -400,7 +402,7 @@ def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
     """Return a task's messages and row as JSON, for a group's metadata.
 
     `columns_left_out`: columns that JSON does not know. `taught_tools`: the policy's prompt has
-    tools, which a prompt made of these messages would lack.
+    `tools`, which a prompt made of these messages would lack.
     """
     row = {"answer": task.answer, **task.columns} if task.state is None else task.state.metadata
     plain, left_out = {}, []
@@ -417,8 +419,10 @@ def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
     }
     if left_out:
         words["columns_left_out"] = left_out
-    if task.tools or source.tools_of(task) is not None:
+    tools = source.tools_of(task)
+    if task.tools or tools is not None:
         words["taught_tools"] = True
+        words["tools"] = [*task.tools, *(() if tools is None else openai_tools(tools.definitions))]
     return words
 
 

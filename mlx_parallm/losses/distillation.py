@@ -2,7 +2,8 @@
 
     of the sampled token     teacher_advantages: -weight · (log π - log π_T), beside or in place of
                              the reward's advantage; its expectation is the gradient of the reverse
-                             KL of each token (on-policy distillation)
+                             KL of each token (on-policy distillation); `evened` shares a span of
+                             tokens, if the teacher has other tokens
     of the distribution      divergence: the generalised JSD(β) of a student's and a teacher's
                              log-probabilities, over the whole vocabulary or over the teacher's best
                              tokens and one bucket with the rest (`with_tail`); `with_divergence`
@@ -43,6 +44,23 @@ def teacher_advantages(logprobs: np.ndarray, teacher: np.ndarray, *, weight: flo
     """
     gap = logprobs.astype(np.float64) - np.maximum(teacher.astype(np.float64), LEAST_LOGPROB)
     return np.where(np.isnan(gap), 0.0, -weight * gap).astype(np.float32)
+
+
+def evened(policy: np.ndarray, teacher: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """The teacher's log-probability of each token if every token of a span has an equal part of the
+    span's Σ (log π - log π_T). [N] each → [N] float32; a span of one token keeps its number.
+
+    Args:
+        teacher: a number a token, whose sum over a span is the span's.
+        within: the number of the token in its span; a span begins at 0.
+
+    Worked: a span of log π = -1, -3 and Σ log π_T = -2 has the gap -2, -1 a token: log π_T is 0,
+    -2, and both get the advantage +1 · weight.
+    """
+    spans = np.cumsum(within == 0) - 1
+    sizes = np.bincount(spans)
+    gap = np.bincount(spans, policy.astype(np.float64) - teacher) / np.maximum(sizes, 1)
+    return np.where(sizes[spans] == 1, teacher, policy - gap[spans]).astype(np.float32)
 
 
 def with_tail(logits: mx.array, ids: mx.array | None) -> mx.array:

@@ -208,6 +208,11 @@ class TextReader:
         self.length = 0
         """Characters before the next token's text."""
 
+    @property
+    def place(self) -> int:
+        """Bytes before the next token's text."""
+        return self._at
+
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that this token has, or would have, in this place."""
         inner = self._pieces.inner(token_id)

@@ -147,8 +147,14 @@ class OtherModel:
         step, vocab_size = context.trainer.options, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = context.seeing(load_model(teacher_model, quantize=config.quantize))
-        check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, teacher_model))
-        if keep == 0 and loaded.vocab_size != vocab_size:
+        self.tokenizer, self.vocab_size = (
+            load_tokenizer(loaded.path, teacher_model),
+            loaded.vocab_size,
+        )
+        self._is_other = config.tokenizer == "own"
+        if not self._is_other:
+            check_tokenizers(config, tokenizer, self.tokenizer)
+        if keep == 0 and loaded.vocab_size != vocab_size and not self._is_other:
             raise ConfigError(
                 f"distillation: teacher {config.name!r} has {loaded.vocab_size} logits, the policy"
                 f" {vocab_size}: their whole vocabularies cannot be compared; set"
@@ -226,6 +232,7 @@ class OtherModel:
         if (
             scored is not None
             and scored.ids is not None
+            and not self._is_other
             and (largest := int(scored.ids.max(initial=0))) >= self._vocab_size
         ):
             raise ConfigError(

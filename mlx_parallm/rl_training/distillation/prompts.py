@@ -23,7 +23,7 @@ from mlx_parallm.types import Rollout, RolloutGroup
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 SOLVED, PROMPT = "solved", "prompt"
-ASKED, ROW, KWARGS, TOOLS = "asked", "row", "template_kwargs", "taught_tools"
+ASKED, ROW, KWARGS, TAUGHT, TOOLS = "asked", "row", "template_kwargs", "taught_tools", "tools"
 
 
 class NoPromptError(Exception):
@@ -31,7 +31,8 @@ class NoPromptError(Exception):
 
 
 class TeacherPrompt:
-    """The prompts of one teacher, in tokens. `tokens` keeps those of the newest groups.
+    """The prompts of one teacher, in tokens. `tokens` keeps those of the newest groups. Without a
+    `prompt` of its own it is the student's messages and tools, in the tokenizer's chat template.
 
     Raises ConfigError: a function that is not there, or a text that names nothing.
     """
@@ -71,17 +72,23 @@ class TeacherPrompt:
                 "the group came without its messages and its row (it is not of"
                 " an environment of this process)"
             )
-        if group.metadata.get(TOOLS):
+        own, tools = not self._config.prompt, group.metadata.get(TOOLS)
+        if group.metadata.get(TAUGHT) and not (own and tools):
             raise NoPromptError("the prompt has tools; this teacher's prompt cannot")
         question, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
-        messages = (
-            self._by_function(row, group) if self._function else self._filled(question, row, group)
-        )
+        if own:
+            messages = question
+        elif self._function:
+            messages = self._by_function(row, group)
+        else:
+            messages = self._filled(question, row, group)
         if isinstance(messages, str):
             return self._tokenizer.encode(messages)
         try:
             kwargs = {**self._kwargs, **group.metadata.get(KWARGS, {})}
-            return self._tokenizer.render_chat(messages, template_kwargs=kwargs)
+            return self._tokenizer.render_chat(
+                messages, template_kwargs=kwargs, tools=tools if own else None
+            )
         except RequestError as error:
             raise NoPromptError(f"the chat template refuses its messages: {error}") from error
 

@@ -1,6 +1,6 @@
 """A teacher that is a server: vLLM's `prompt_logprobs` (also our own server's), SGLang's /generate,
-or /v1/completions with `echo`. It gets token ids, so its tokenizer has to be the policy's: compared
-at the first answer, by its /tokenize or by the files of `path`.
+or /v1/completions with `echo`. It gets token ids: the policy's, whose tokenizer is compared at the
+first answer, by its /tokenize or by the files of `path`; with tokenizer = "own" those of `path`.
 
 Its log-probabilities are at temperature 1, and of its K best tokens at most; the rest of the mass
 is 1 minus theirs.
@@ -75,7 +75,7 @@ class RemoteTeacher:
         note: Callable[[str], None],
     ) -> None:
         self._note, self._has_scored = note, False
-        self.name, self._config, self._vocab_size = config.name, config, context.vocab_size
+        self.name, self._config, self.vocab_size = config.name, config, context.vocab_size
         self._what = f"distillation: teacher {config.name!r} ({config.url})"
         if keep is not None and config.api == "completions":
             raise ConfigError(
@@ -92,12 +92,16 @@ class RemoteTeacher:
                 f"{self._what}: its log-probabilities are at temperature 1, and"
                 f" rl_training.temperature is {temperature:g}: set it to 1"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._compared = False
         if config.path:
             teacher_model = model_config(config, context.model)
             path = resolve_model_path(config.path, config.revision)
-            check_tokenizers(config, tokenizer, load_tokenizer(path, teacher_model))
+            self.tokenizer = load_tokenizer(path, teacher_model)
+            if config.tokenizer == "own":
+                self.vocab_size = self.tokenizer.vocab_size
+            else:
+                check_tokenizers(config, tokenizer, self.tokenizer)
             self._compared = True
         root = config.url.rstrip("/").removesuffix("/v1")
         key = _key(config)
@@ -180,12 +184,12 @@ class RemoteTeacher:
     async def _compare(self) -> None:
         """Raises ConfigError: it reads a text as other tokens, or cannot say."""
         compared = list(texts())
-        if self._tokenizer.has_chat_template:
-            compared.append(self._tokenizer.render_chat_text(CHAT))
+        if self.tokenizer.has_chat_template:
+            compared.append(self.tokenizer.render_chat_text(CHAT))
         replies = await asyncio.gather(*(self._tokens(text) for text in compared))
         for text, ids in zip(compared, replies, strict=True):
             compare(
-                TextIds(self._config, text, self._tokenizer.encode(text, add_special_tokens=False)),
+                TextIds(self._config, text, self.tokenizer.encode(text, add_special_tokens=False)),
                 ids,
             )
 
@@ -344,9 +348,9 @@ class RemoteTeacher:
                     " --max-logprobs)"
                 )
             chosen = [token for token, _ in best]
-            if (largest := max(chosen)) >= self._vocab_size:
+            if (largest := max(chosen)) >= self.vocab_size and self._config.tokenizer == "policy":
                 raise ConfigError(
-                    f"{self._what} likes token {largest}, and the policy has {self._vocab_size}"
+                    f"{self._what} likes token {largest}, and the policy has {self.vocab_size}"
                 )
             if min(chosen) < 0 or len(set(chosen)) < keep:
                 raise ValueError(f"its best tokens are {str(chosen)[:60]}")

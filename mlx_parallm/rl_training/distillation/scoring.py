@@ -32,6 +32,8 @@ class Scored:
     agrees: np.ndarray | None = None  # [n] float32, 1 or 0
     ids: np.ndarray | None = None  # [n, K] int32
     targets: np.ndarray | None = None  # [n, K + 1] float32, the last one of the rest; or [n, V]
+    # [n] float32: the token's number in its span, of a teacher with another tokenizer
+    within: np.ndarray | None = None
 
 
 class Teacher(Protocol):

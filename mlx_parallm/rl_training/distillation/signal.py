@@ -8,8 +8,9 @@ prompt, and the scores become columns of the step.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
 from mlx_parallm.rl_training.distillation.model import OtherModel, own_teacher
+from mlx_parallm.rl_training.distillation.other_family import AlignedAnswer, OtherFamily
 from mlx_parallm.rl_training.distillation.prompts import (
     ROW,
     DatasetCompletions,
@@ -27,6 +29,8 @@ from mlx_parallm.rl_training.distillation.prompts import (
 )
 from mlx_parallm.rl_training.distillation.remote import LostError, RemoteTeacher
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, Teacher, behind
+from mlx_parallm.rl_training.distillation.tokenizers import MANY, are_equal
+from mlx_parallm.rl_training.distillation.vocabulary import Vocabularies
 from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.companion import StepCompanion
@@ -36,12 +40,15 @@ from mlx_parallm.rl_training.step.distillation import (
     LOGPROBS,
     TARGETS,
     TEACHERS,
+    WITHIN,
     sequence_groups,
 )
 from mlx_parallm.rollout_store.companions import first_shown
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import LOGPROB_TOLERANCE, Rollout, RolloutGroup
 
+LEAST_ALIGNED = 0.5
+"""Share of a text that a teacher of another family has to read as it stands."""
 PAUSE_S = 2.0
 """Between two tries of a server that steps wait for."""
 
@@ -62,12 +69,13 @@ class Teachers(StepCompanion):
         self.keep = None if self._config.mode == "advantage" else min(self._config.top_k, width - 1)
         self._by_name: dict[str, tuple[TeacherConfig, Teacher, TeacherPrompt | None]] = {}
         for config in self._config.teachers:
-            teacher = self._made(config)
-            prompt = (
-                TeacherPrompt(config, self.tokenizer, context.model.chat_template_kwargs or {})
-                if config.prompt
-                else None
-            )
+            teacher, kwargs = self._made(config), context.model.chat_template_kwargs or {}
+            reader = self.tokenizer if config.prompt else None
+            if config.tokenizer == "own":
+                assert isinstance(teacher, OtherModel | RemoteTeacher)
+                reader = teacher.tokenizer
+                teacher = self._of_other_family(config, teacher, kwargs)
+            prompt = None if reader is None else TeacherPrompt(config, reader, kwargs)
             self._by_name[config.name] = config, teacher, prompt
         self._dataset_completions: DatasetCompletions | None = None
         if self._config.lmbda < 1:
@@ -86,6 +94,8 @@ class Teachers(StepCompanion):
         self._unusable: dict[str, tuple[int, str]] = {}
         self._requested_of = Counter[str]()
         self._warned = set[str]()
+        # by teacher of another family, in this step: bytes of answers, and those that were aligned
+        self._aligned: dict[str, tuple[int, int]] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,6 +114,37 @@ class Teachers(StepCompanion):
             note = partial(self._note_unusable, config.name)
             return RemoteTeacher(config, context, self.tokenizer, self.keep, note)
         return OtherModel(config, context, self.tokenizer, self.keep, self._note)
+
+    def _of_other_family(
+        self,
+        config: TeacherConfig,
+        teacher: OtherModel | RemoteTeacher,
+        kwargs: Mapping[str, Any],
+    ) -> Teacher:
+        """The teacher behind an alignment of texts; itself if its tokenizer is the policy's. Raises
+        ConfigError: their texts cannot be aligned."""
+        if are_equal(config, self.tokenizer, teacher.tokenizer):
+            return teacher
+        vocabularies = Vocabularies(
+            self.tokenizer,
+            teacher.tokenizer,
+            self._config.vocabularies,
+            self._context.vocab_size,
+            teacher.vocab_size,
+        )
+        other = OtherFamily(
+            teacher, self.tokenizer, teacher.tokenizer, vocabularies, kwargs, self._note
+        )
+        share = other.share_of_texts()
+        if share < LEAST_ALIGNED:
+            raise ConfigError(
+                f"distillation: teacher {config.name!r} ({config.path}): {share:.0%} of the bytes of"
+                f" {MANY} texts are the same text in its tokens, less than {LEAST_ALIGNED:.0%}: its"
+                " tokenizer changes texts, or does not know their characters, so there is nothing"
+                " to align"
+            )
+        log.info("a teacher of another family", teacher=config.name, aligned=round(share, 3))
+        return other
 
     # ------------------------------------------------------------------ who teaches what
 
@@ -168,7 +209,7 @@ class Teachers(StepCompanion):
         self._requested = self._unscored = 0
         self._taken = sum(sequence.from_dataset for sequence in batch.sequences)
         self._lost = ""
-        self._unusable, self._requested_of = {}, Counter()
+        self._unusable, self._requested_of, self._aligned = {}, Counter(), {}
         places = sequence_groups(batch)
         rows: dict[str, list[tuple[int, Answer]]] = {name: [] for name in self._by_name}
         prompts = [self._prompt_of(group) for group in batch.groups] if places else []
@@ -185,6 +226,7 @@ class Teachers(StepCompanion):
         for name, answers in rows.items():
             if answers and not self._ask(name, answers, scored, should_stop):
                 return None
+        self._aligned = {name: other.measured() for name, other in self._others.items()}
         self._seconds = time.perf_counter() - started
         return self._columns(batch.sequences, scored)
 
@@ -205,7 +247,8 @@ class Teachers(StepCompanion):
             raise ConfigError(f"distillation: teacher {name!r} reads no {shown} {reason}")
         if isinstance(teacher, GroupTeacher):
             return teacher.answer(batch.groups[group], number, segment, sequence)
-        if isinstance(teacher, RemoteTeacher) and sequence.rollout.temperature not in (0.0, 1.0):
+        served = self._by_name[name][0].kind == "http"
+        if served and sequence.rollout.temperature not in (0.0, 1.0):
             self._note(
                 f"{name}: its log-probabilities are at temperature 1, the answer was sampled at"
                 f" {sequence.rollout.temperature:g}"
@@ -218,6 +261,8 @@ class Teachers(StepCompanion):
         if not opening or sequence.rollout.tokens[: len(opening)] != opening:
             self._note(f"{name}: a later stretch of an episode does not begin with its opening")
             return None
+        if isinstance(teacher, OtherFamily):
+            return teacher.answer(sequence, prompt, len(opening))
         return behind(sequence, prompt, len(opening))
 
     def _ask(
@@ -238,10 +283,10 @@ class Teachers(StepCompanion):
         for number, answer in answers:
             if (one := scores.get(number)) is None:
                 self._unscored += 1
-            elif len(one.logprobs) != answer.trained:
+            elif len(one.logprobs) != (expected := length_of(answer)):
                 raise ConfigError(
                     f"distillation: teacher {name!r} returned {len(one.logprobs)} scores for"
-                    f" {answer.trained} tokens"
+                    f" {expected} tokens"
                 )
             else:
                 scored[number] = one
@@ -250,8 +295,8 @@ class Teachers(StepCompanion):
 
     def _check_numbers(self, name: str, scored: Scored) -> None:
         """Note scores that are not numbers, which have no signal. A group may bring some of them
-        by design."""
-        if isinstance(self._by_name[name][1], GroupTeacher):
+        by design, and what could not be aligned has none."""
+        if isinstance(self._by_name[name][1], GroupTeacher | OtherFamily):
             return
         if np.isnan(scored.logprobs).any() or (
             scored.targets is not None and np.isnan(scored.targets).any()
@@ -292,6 +337,7 @@ class Teachers(StepCompanion):
         ends = np.cumsum([sequence.trained for sequence in sequences]).astype(int)
         total = int(ends[-1]) if len(ends) else 0
         logprobs, agrees = (np.full(total, np.nan, np.float32) for _ in range(2))
+        within = np.zeros(total, np.float32)
         keep = self.keep
         width = 0 if keep is None else keep + 1 if keep else self._context.vocab_size
         targets = np.full((total, width), np.nan, np.float32)
@@ -305,12 +351,16 @@ class Teachers(StepCompanion):
             logprobs[place] = np.where(sound, np.maximum(one.logprobs, LEAST_LOGPROB), np.nan)
             if one.agrees is not None:
                 agrees[place] = one.agrees
+            if one.within is not None:
+                within[place] = one.within
             if one.targets is not None and keep is not None:
                 broken = ~(one.targets <= LOGPROB_TOLERANCE).all(axis=1, keepdims=True)
                 targets[place] = np.where(broken, np.float32(np.nan), one.targets)
             if one.ids is not None and keep:
                 ids[place] = one.ids
         columns = {LOGPROBS: logprobs, AGREES: agrees}
+        if self._others:
+            columns[WITHIN] = within
         if keep is not None:
             columns[TARGETS] = targets.reshape(-1)
         if keep:
@@ -322,10 +372,22 @@ class Teachers(StepCompanion):
             "teacher_seconds": self._seconds,
             "teacher_sequences": float(self._requested),
             "teacher_unscored": float(self._unscored),
+            **self._shares(),
             **(
                 {} if self._dataset_completions is None else {"given_sequences": float(self._taken)}
             ),
         }
+
+    def _shares(self) -> dict[str, float | None]:
+        if not self._others:
+            return {}
+        text, aligned = (sum(pair[at] for pair in self._aligned.values()) for at in (0, 1))
+        return {"teacher_aligned": aligned / text if text else None}
+
+    @property
+    def _others(self) -> dict[str, OtherFamily]:
+        pairs = ((name, teacher) for name, (_, teacher, _) in self._by_name.items())
+        return {name: teacher for name, teacher in pairs if isinstance(teacher, OtherFamily)}
 
     def health(self) -> str | None:
         if self._lost:
@@ -335,11 +397,22 @@ class Teachers(StepCompanion):
             f" used, or not all of their tokens: {reason}"
             for name, (count, reason) in self._unusable.items()
         ]
-        return "; ".join(unusable) or None
+        apart = [
+            f"teacher {name}: {aligned / text:.0%} of the answers' text could be aligned with its"
+            " tokens; the rest has no signal"
+            for name, (text, aligned) in self._aligned.items()
+            if text and aligned / text < LEAST_ALIGNED
+        ]
+        return "; ".join([*unusable, *apart]) or None
 
     def close(self) -> None:
         for _, teacher, _ in self._by_name.values():
             teacher.close()
+
+
+def length_of(answer: Answer) -> int:
+    """Return how many of the student's tokens a teacher's scores of it are for."""
+    return answer.length if isinstance(answer, AlignedAnswer) else answer.trained
 
 
 def _numbered(

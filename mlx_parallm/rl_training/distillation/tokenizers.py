@@ -53,6 +53,15 @@ class TextIds:
     ids: Sequence[int]
 
 
+def are_equal(config: TeacherConfig, student: Tokenizer, teacher: Tokenizer) -> bool:
+    """Return whether a teacher reads and ends texts as the student does."""
+    try:
+        check_tokenizers(config, student, teacher)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_tokenizers(config: TeacherConfig, student: Tokenizer, teacher: Tokenizer) -> None:
     """Raises ConfigError: they differ, with a text and both ids, or end their answers with other
     tokens. The rendered chat is the student's in either case."""
@@ -80,9 +89,8 @@ def compare(student: TextIds, teacher: Sequence[int]) -> None:
     raise ConfigError(
         f"{_named(student.teacher)} has another tokenizer than the policy: of"
         f" {student.text[:40]!r} the ids from place {place} on are"
-        f" {teacher_ids[place : place + 4]} there and {ids[place : place + 4]} here. A teacher of"
-        " another vocabulary can only answer, and its answers be learned from as rows"
-        " (docs/distillation.md)"
+        f" {teacher_ids[place : place + 4]} there and {ids[place : place + 4]} here. With tokenizer"
+        ' = "own" their texts are aligned (docs/distillation.md#teachers-of-another-family)'
     )
 
 

@@ -4,7 +4,8 @@ Teachers          the companion that scores; a leaf has it
 Scores            "teacher_logprobs" [N] of the sampled tokens, NaN if there is none;
                   "teacher_agrees" [N]: 1 if the token is the teacher's best, NaN = unknown;
                   with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
-                  or "teacher_targets" [N · V] of the whole vocabulary
+                  or "teacher_targets" [N · V] of the whole vocabulary; with teachers of another
+                  family "teacher_within" [N]: the number of the token in its span
 Teaching          the settings, in the algorithm: from these columns to advantages, or to the
                   divergence of each token (`Lesson`)
 """
@@ -17,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.distillation import DistillationSettings
-from mlx_parallm.losses.distillation import divergence, teacher_advantages, with_tail
+from mlx_parallm.losses.distillation import divergence, evened, teacher_advantages, with_tail
 from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import Measure
@@ -25,11 +26,12 @@ from mlx_parallm.rl_training.step.prepare import PreparedBatch
 
 TEACHERS = "teachers"
 """The companion's name."""
-LOGPROBS, AGREES, IDS, TARGETS = (
+LOGPROBS, AGREES, IDS, TARGETS, WITHIN = (
     "teacher_logprobs",
     "teacher_agrees",
     "teacher_ids",
     "teacher_targets",
+    "teacher_within",
 )
 # keys of metrics.jsonl
 TEACHER_KL = "teacher_kl"
@@ -94,6 +96,9 @@ class Teaching:
     ) -> PreparedBatch:
         """The batch with the teachers' advantages, or distributions, and numbers."""
         teacher = scores[LOGPROBS]
+        if WITHIN in scores:
+            teacher = evened(policy, teacher, scores[WITHIN])
+            scores = {**scores, LOGPROBS: teacher}
         return replace(
             prepared,
             advantages=self.advantages(prepared.advantages, policy, teacher),
