@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.episode import CURRENT, Episode, EpisodeOver, Opening
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnPolicy, TurnRequest
-
 from mlx_parallm.errors import (
     EndpointError,
     EngineUnavailableError,

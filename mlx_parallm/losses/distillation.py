@@ -8,6 +8,9 @@
                              log-probabilities, over the whole vocabulary or over the teacher's best
                              tokens and one bucket with the rest (`with_tail`); `with_divergence`
                              adds it to a policy loss
+    of two vocabularies      unlike: the divergence of the tokens that both have, and the distance
+                             of the sorted probabilities of the others (ULD, arXiv:2402.12030;
+                             GOLD's hybrid, trl.experimental.gold)
 
 β has TRL's meaning (GKD, arXiv:2306.13649): 0 is the forward KL(π_T ‖ π), 1 the reverse KL(π ‖
 π_T). The KL over buckets is a lower bound of the whole one, and equal if there are as many
@@ -88,24 +91,70 @@ def divergence(student: mx.array, teacher: mx.array, *, beta: float) -> mx.array
     """
     scored = mx.logical_not(mx.isnan(teacher[:, :1]))
     teacher = mx.stop_gradient(mx.where(scored, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
+    return mx.where(scored[:, 0], row_sums(_divergences(student, teacher, beta)), 0.0)
+
+
+def unlike(
+    logits: mx.array, ids: mx.array, teacher: mx.array, both: mx.array, *, beta: float, share: float
+) -> mx.array:
+    """share · JSD(β) over the tokens that both vocabularies have + (1 - share) · Σ |difference| of
+    the sorted probabilities of the others. [n, V] → [n] float32.
+
+    Args:
+        ids: [n, K] int32, the student's ids of the teacher's tokens, likeliest first; -1: not one
+            of the student's.
+        teacher: [n, K + 1], their log-probabilities and the rest's. A row that begins with NaN has
+            no teacher: 0, without a slope.
+        both: [V] bool, the tokens that the teacher's vocabulary has too.
+        share: weight of the tokens that both have; GOLD's is their share of the teacher's
+            vocabulary.
+
+    The rest is one more of the sorted probabilities. Values and slopes are TRL's for 0 < β < 1; for
+    β = 0 and 1 its divergence lacks the masses' difference, Σ p - Σ p_T over the shared tokens, and
+    so is not 0 at its least.
+
+    Worked: p = (1/2, 3/10, 1/5) and p_T = (3/5, 2/5), no token in both: 1/10 + 1/10 + 1/5 = 2/5.
+    """
+    scored = mx.logical_not(mx.isnan(teacher[:, :1]))
+    teacher = mx.stop_gradient(mx.where(scored, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
+    logprobs = with_tail(logits, None)
+    known = ids >= 0
+    student = mx.take_along_axis(logprobs, mx.maximum(ids, 0), axis=-1)
+    shared = row_sums(mx.where(known, _divergences(student, teacher[:, :-1], beta), 0.0))
+
+    alone = mx.where(both, OUT, logprobs)
+    width = min(ids.shape[1], logits.shape[1])
+    order = mx.stop_gradient(mx.argsort(-alone, axis=-1)[:, :width])
+    ordered = mx.exp(mx.take_along_axis(alone, order, axis=-1))
+    # the rank of each of the teacher's other tokens among them
+    rank = mx.cumsum(mx.logical_not(known).astype(mx.int32), axis=-1) - 1
+    place = mx.clip(rank, 0, width - 1)
+    likest = mx.where(rank < width, mx.take_along_axis(ordered, place, axis=-1), 0.0)
+    probabilities = mx.exp(teacher)
+    apart = row_sums(mx.where(known, 0.0, mx.abs(likest - probabilities[:, :-1])))
+    rest = 1.0 - row_sums(mx.where(known, mx.exp(student), likest))
+    apart = apart + mx.abs(rest - probabilities[:, -1])
+    return mx.where(scored[:, 0], share * shared + (1.0 - share) * apart, 0.0)
+
+
+def _divergences(student: mx.array, teacher: mx.array, beta: float) -> mx.array:
+    """The parts of JSD(β) by token. Log-probabilities [n, K] → [n, K]."""
     if beta == 0.0:
-        values = _kl(teacher, student)
-    elif beta == 1.0:
-        values = _kl(student, teacher)
-    else:
-        mixture = mx.logaddexp(student + math.log(1.0 - beta), teacher + math.log(beta))
-        values = beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
-    return mx.where(scored[:, 0], values, 0.0)
+        return _kl(teacher, student)
+    if beta == 1.0:
+        return _kl(student, teacher)
+    mixture = mx.logaddexp(student + math.log(1.0 - beta), teacher + math.log(beta))
+    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
 
 
 def _kl(of: mx.array, to: mx.array) -> mx.array:
-    """KL of log-probabilities [n, K] → [n]. A mass of 0 adds 0: its logarithm is finite here.
+    """KL of log-probabilities by token. A mass of 0 adds 0: its logarithm is finite here.
 
     Σ p (log p - log q) + Σ q - Σ p: the masses' sums are equal, and with them the slope has no part
     that only cancels, so it keeps its digits.
     """
     p, q = mx.exp(of), mx.exp(to)
-    return row_sums(p * (of - to) + (q - p))
+    return p * (of - to) + (q - p)
 
 
 def with_divergence(policy_loss: Loss, *, weight: float, aggregation: Aggregation) -> Loss:

@@ -14,6 +14,7 @@ token the distribution, in tokens of the student's (`vocabulary.py`). The tokens
 score.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -159,6 +160,7 @@ class OtherFamily:
         self._ours, self._theirs, self._vocabularies = ours, theirs, vocabularies
         self._our_chat, self._their_chat = (Chat(each, template_kwargs) for each in (ours, theirs))
         self._text = self._aligned = 0
+        self.both: np.ndarray | None = None  # `Vocabularies.both`
 
     def measured(self) -> tuple[int, int]:
         """Return the bytes of the answers since the last call, and those of them that were
@@ -197,7 +199,9 @@ class OtherFamily:
                 break
         reading.finish()
         # the first token of a text has no log-probability
-        numbers = np.cumsum([0, *(int(bool(chosen and place)) for place, chosen in enumerate(trained))])
+        counted = np.array(trained, bool)
+        counted[:1] = False
+        numbers = np.cumsum([0, *counted])
         spans, aligned = [], 0
         for span in reading.spans:
             first, last = span.ours
@@ -424,7 +428,7 @@ def _placed_ours(
     ends = tuple(None if places[cut] < 0 else int(places[cut]) + lead for cut in cuts[1:])
     sound = tuple(
         bool(comparable[filled[start] : filled[stop]].all())
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
     )
     return Placed(ends, sound)
 
@@ -433,7 +437,7 @@ def _runs(mask: Sequence[int], start: int) -> list[tuple[int, int]]:
     """Stretches of equal mask from a place on."""
     cuts = [place for place in range(start + 1, len(mask)) if mask[place] != mask[place - 1]]
     bounds = [start, *cuts, len(mask)]
-    return [(first, last) for first, last in zip(bounds, bounds[1:], strict=False) if first < last]
+    return [(first, last) for first, last in itertools.pairwise(bounds) if first < last]
 
 
 def _found(mark: str, data: bytes) -> list[tuple[int, int]]:

@@ -36,6 +36,7 @@ from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.distillation import (
     AGREES,
+    BOTH,
     IDS,
     LOGPROBS,
     TARGETS,
@@ -47,8 +48,9 @@ from mlx_parallm.rollout_store.companions import first_shown
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import LOGPROB_TOLERANCE, Rollout, RolloutGroup
 
-LEAST_ALIGNED = 0.5
-"""Share of a text that a teacher of another family has to read as it stands."""
+LEAST_ALIGNED, WELL_ALIGNED = 0.5, 0.9
+"""Share of the text that a teacher of another family has to read as it stands; below the second one
+the health line names it."""
 PAUSE_S = 2.0
 """Between two tries of a server that steps wait for."""
 
@@ -138,11 +140,12 @@ class Teachers(StepCompanion):
         share = other.share_of_texts()
         if share < LEAST_ALIGNED:
             raise ConfigError(
-                f"distillation: teacher {config.name!r} ({config.path}): {share:.0%} of the bytes of"
-                f" {MANY} texts are the same text in its tokens, less than {LEAST_ALIGNED:.0%}: its"
-                " tokenizer changes texts, or does not know their characters, so there is nothing"
-                " to align"
+                f"distillation: teacher {config.name!r} ({config.path}): {share:.0%} of {MANY}"
+                f" texts are the same text in its tokens, less than {LEAST_ALIGNED:.0%}: its tokenizer"
+                " changes texts, or does not know their characters, so there is nothing to align"
             )
+        if self.keep and self._config.vocabularies != "spelled":  # tokens of the teacher's
+            self.keep, other.both = self._config.top_k, vocabularies.both()
         log.info("a teacher of another family", teacher=config.name, aligned=round(share, 3))
         return other
 
@@ -344,11 +347,7 @@ class Teachers(StepCompanion):
         ids = np.zeros((total, keep or 0), np.float32)
         for number, one in scored.items():
             place = slice(ends[number] - sequences[number].trained, ends[number])
-            # no number, or none of a probability: no score, and no step that is lost to it
-            sound = one.logprobs <= LOGPROB_TOLERANCE
-            if (np.isposinf(one.logprobs) | (np.isfinite(one.logprobs) & ~sound)).any():
-                self._note("a log-probability of a teacher is above 0")
-            logprobs[place] = np.where(sound, np.maximum(one.logprobs, LEAST_LOGPROB), np.nan)
+            logprobs[place] = self._sound(one.logprobs)
             if one.agrees is not None:
                 agrees[place] = one.agrees
             if one.within is not None:
@@ -365,7 +364,14 @@ class Teachers(StepCompanion):
             columns[TARGETS] = targets.reshape(-1)
         if keep:
             columns[IDS] = ids.reshape(-1)
-        return columns
+        return columns | self._vocabulary_columns()
+
+    def _sound(self, logprobs: np.ndarray) -> np.ndarray:
+        """No number, or none of a probability: no score, and no step that is lost to it."""
+        sound = logprobs <= LOGPROB_TOLERANCE
+        if (np.isposinf(logprobs) | (np.isfinite(logprobs) & ~sound)).any():
+            self._note("a log-probability of a teacher is above 0")
+        return np.where(sound, np.maximum(logprobs, LEAST_LOGPROB), np.nan)
 
     def measured(self, batch: TrainBatch) -> dict[str, float | None]:
         return {
@@ -377,6 +383,10 @@ class Teachers(StepCompanion):
                 {} if self._dataset_completions is None else {"given_sequences": float(self._taken)}
             ),
         }
+
+    def _vocabulary_columns(self) -> dict[str, np.ndarray]:
+        both = [each.both for each in self._others.values() if each.both is not None]
+        return {BOTH: both[0]} if both else {}  # with such a comparison there is one teacher
 
     def _shares(self) -> dict[str, float | None]:
         if not self._others:
@@ -401,7 +411,7 @@ class Teachers(StepCompanion):
             f"teacher {name}: {aligned / text:.0%} of the answers' text could be aligned with its"
             " tokens; the rest has no signal"
             for name, (text, aligned) in self._aligned.items()
-            if text and aligned / text < LEAST_ALIGNED
+            if text and aligned / text < WELL_ALIGNED
         ]
         return "; ".join([*unusable, *apart]) or None
 

@@ -59,12 +59,14 @@ class Vocabularies:
     def _longest(self) -> int:
         return max(map(len, self._by_bytes), default=0)
 
-    def matched(self) -> np.ndarray:
-        """[V] bool: the student's tokens that the teacher has too."""
-        both = np.zeros(self._size, bool)
+    def both(self) -> np.ndarray:
+        """[V + 1] float32: 1 for the student's tokens that the teacher has too, and their share of
+        the teacher's vocabulary."""
+        both = np.zeros(self._size + 1, np.float32)
         if self._way == "hybrid":
-            pairs = (self.same(token) for token in range(self._their_size))
-            both[[token for token in pairs if token != ALONE]] = True
+            pairs = {self.same(token) for token in range(self._their_size)} - {ALONE}
+            both[sorted(pairs)] = 1
+            both[-1] = len(pairs) / self._their_size
         return both
 
     def same(self, token: int, lead: bytes = b"") -> int:

@@ -5,7 +5,9 @@ Scores            "teacher_logprobs" [N] of the sampled tokens, NaN if there is 
                   "teacher_agrees" [N]: 1 if the token is the teacher's best, NaN = unknown;
                   with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
                   or "teacher_targets" [N · V] of the whole vocabulary; with teachers of another
-                  family "teacher_within" [N]: the number of the token in its span
+                  family "teacher_within" [N]: the number of the token in its span, and, if the
+                  vocabularies are compared by `unlike`, "teacher_both" [V + 1]: 1 for the policy's
+                  tokens that the teacher has too, and their share of the teacher's vocabulary
 Teaching          the settings, in the algorithm: from these columns to advantages, or to the
                   divergence of each token (`Lesson`)
 """
@@ -18,7 +20,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.distillation import DistillationSettings
-from mlx_parallm.losses.distillation import divergence, evened, teacher_advantages, with_tail
+from mlx_parallm.losses.distillation import (
+    divergence,
+    evened,
+    teacher_advantages,
+    unlike,
+    with_tail,
+)
 from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import Measure
@@ -26,12 +34,13 @@ from mlx_parallm.rl_training.step.prepare import PreparedBatch
 
 TEACHERS = "teachers"
 """The companion's name."""
-LOGPROBS, AGREES, IDS, TARGETS, WITHIN = (
+LOGPROBS, AGREES, IDS, TARGETS, WITHIN, BOTH = (
     "teacher_logprobs",
     "teacher_agrees",
     "teacher_ids",
     "teacher_targets",
     "teacher_within",
+    "teacher_both",
 )
 # keys of metrics.jsonl
 TEACHER_KL = "teacher_kl"
@@ -117,6 +126,7 @@ class Lesson:
     targets: np.ndarray  # [N, K + 1] float32, the last one of the rest; or [N, V]
     beta: float
     temperature: float | None = None
+    both: np.ndarray | None = None  # [V + 1] float32; None: the vocabularies are one
 
     @classmethod
     def of(
@@ -127,15 +137,20 @@ class Lesson:
             return None
         ids = scores[IDS].reshape(tokens, -1).astype(np.int32) if IDS in scores else None
         targets = scores[TARGETS].reshape(tokens, -1)
-        return cls(ids, targets, teaching.beta, teaching.temperature)
+        return cls(ids, targets, teaching.beta, teaching.temperature, scores.get(BOTH))
 
     def measure(self, columns: np.ndarray) -> Measure:
         """The divergence [n] of the tokens at these columns, from a model's logits."""
         ids = None if self.ids is None else mx.array(self.ids[columns])
         targets = mx.array(self.targets[columns])
+        share = 0.0 if self.both is None else float(self.both[-1])
+        both = None if self.both is None else mx.array(self.both[:-1] > 0)
 
         def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:
             wide = scaled(logits, batch, chunk, self.temperature)
+            if both is not None and ids is not None:
+                pair = ids[chunk], targets[chunk]
+                return (unlike(wide, *pair, both, beta=self.beta, share=share),)
             student = with_tail(wide, None if ids is None else ids[chunk])
             return (divergence(student, targets[chunk], beta=self.beta),)
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.types import Rollout, Trajectory
+from scripts.bench.studies.families import make
 from scripts.bench.studies.upcycling import upcycle
 
 KTO_ROWS, PAIRS, HELD_OUT = 400, 1200, 200
@@ -194,6 +196,12 @@ def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[st
             if len(rows) >= count:
                 return rows[:count]
     raise AssertionError("the tasks do not end")
+
+
+def other_family(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """The teacher of the variant, in `teacher`. Made once, which takes minutes."""
+    made = make(Path(tempfile.gettempdir()) / "mlx_parallm_other_family")
+    (directory / "teacher").symlink_to(made if "SentencePiece" in variant else made / "merged")
 
 
 async def _rewards(reward: Any, texts: Sequence[str]) -> list[float]:
