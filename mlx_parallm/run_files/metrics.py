@@ -130,7 +130,8 @@ nothing to train on.
 With teachers (docs/distillation.md): `teacher_kl`, `teacher_spread`: mean and deviation of log π -
 log π_teacher over the tokens that a teacher scored; `teacher_agreement`: share of the sampled
 tokens that are the teacher's best; `teacher_reward_r`: `step.distillation.teacher_numbers`;
-`teacher_share`: share of the trained tokens that were scored; `teacher_sequences`,
+`teacher_share`: share of the trained tokens that were scored; `teacher_aligned`: share of the
+answers' bytes that were aligned, of teachers with tokenizer = "own"; `teacher_sequences`,
 `teacher_unscored`: sequences that teachers were asked about, and those without a score;
 `given_sequences`: answers in the place of groups (lmbda);
 `teacher_seconds`: how long that took, a part of time_train_s; `distill_loss`: the divergence, with

@@ -31,8 +31,13 @@ INSTEAD: Mapping[str, str] = {
         f'`algorithm = "online_dpo"` is nearest: {ALGORITHM}',
     ),
     **dict.fromkeys(
-        ("GOLDTrainer", "GOLDConfig", "MiniLLMTrainer", "MiniLLMConfig"),
+        ("MiniLLMTrainer", "MiniLLMConfig"),
         "DistillationTrainer and GKDTrainer learn from a teacher",
+    ),
+    **dict.fromkeys(
+        ("GOLDTrainer", "GOLDConfig"),
+        'a teacher with `tokenizer = "own"` has its losses, of a run from the command line'
+        " (docs/distillation.md#teachers-of-another-family)",
     ),
     **dict.fromkeys(
         ("PRMTrainer", "PRMConfig"), "RewardTrainer trains a reward model of whole answers"

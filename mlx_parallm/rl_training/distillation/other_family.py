@@ -185,9 +185,11 @@ class OtherFamily:
 
     # ------------------------------------------------------------------ an answer
 
-    def answer(self, sequence: TrainSequence, prompt: Sequence[int], opening: int) -> AlignedAnswer:
-        """Return an answer in the teacher's tokens behind its prompt. `opening`: the tokens of the
-        student's prompt."""
+    def answer(
+        self, sequence: TrainSequence, prompt: Sequence[int], opening: int
+    ) -> AlignedAnswer | None:
+        """Return an answer in the teacher's tokens behind its prompt; None, noted: there is nothing
+        to score. `opening`: the tokens of the student's prompt."""
         rollout = sequence.rollout
         tokens, trained = rollout.tokens, rollout.trained_mask
         reading = _Reading(self, tokens[:opening], prompt)
@@ -198,6 +200,10 @@ class OtherFamily:
                 self._note(f"{self.name}: what is said between two answers is not of the template")
                 break
         reading.finish()
+        if not prompt or len(reading.ids) == len(prompt):
+            what = "answer" if prompt else "prompt"
+            self._note(f"{self.name}: the {what} has no token of the teacher's")
+            return None
         # the first token of a text has no log-probability
         counted = np.array(trained, bool)
         counted[:1] = False
@@ -236,6 +242,8 @@ class OtherFamily:
             policy_versions=(-1,) * len(ids),
             earlier=(),
             turn_lengths=(),
+            routed_experts=None,
+            prompt_experts=(),
         )
         return AlignedAnswer(
             rollout,
@@ -293,6 +301,8 @@ class OtherFamily:
 
     def _in_our_tokens(self, answer: AlignedAnswer, scored: Scored, keep: int | None) -> Scored:
         """The scores of the student's trained tokens."""
+        if np.isnan(scored.logprobs).any():
+            self._note(f"{self.name}: log-probabilities that are not numbers (NaN, null)")
         logprobs, agrees = (np.full(answer.length, np.nan, np.float32) for _ in range(2))
         within = np.zeros(answer.length, np.float32)
         rows: list[tuple[int, int]] = []

@@ -141,7 +141,7 @@ class Teachers(StepCompanion):
         if share < LEAST_ALIGNED:
             raise ConfigError(
                 f"distillation: teacher {config.name!r} ({config.path}): {share:.0%} of {MANY}"
-                f" texts are the same text in its tokens, less than {LEAST_ALIGNED:.0%}: its tokenizer"
+                f" texts are the same text in its tokens, below {LEAST_ALIGNED:.0%}: its tokenizer"
                 " changes texts, or does not know their characters, so there is nothing to align"
             )
         if self.keep and self._config.vocabularies != "spelled":  # tokens of the teacher's

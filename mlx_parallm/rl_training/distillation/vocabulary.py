@@ -40,6 +40,7 @@ class Vocabularies:
         self._ours, self._theirs, self._way = ours, theirs, way
         self._size, self._their_size, self._our_end = size, their_size, ours.eos_token_id
         self._known: dict[tuple[int, bytes], int] = {}
+        self._every: dict[bytes, np.ndarray] = {}
 
     def keep(self, keep: int | None) -> int | None:
         """How many of the teacher's best tokens are asked for, where the student wants `keep`."""
@@ -88,6 +89,13 @@ class Vocabularies:
         if key not in self._known:
             self._known[key] = self._spelled(token, lead)
         return self._known[key]
+
+    def _all_spelled(self, lead: bytes) -> np.ndarray:
+        """`spelled` of each of the teacher's tokens."""
+        if lead not in self._every:
+            tokens = range(self._their_size)
+            self._every[lead] = np.array([self.spelled(token, lead) for token in tokens])
+        return self._every[lead]
 
     def _spelled(self, token: int, lead: bytes) -> int:
         same = self.same(token, lead)
@@ -138,7 +146,10 @@ class Vocabularies:
         self, tokens: np.ndarray, logs: np.ndarray, keep: int, lead: bytes
     ) -> tuple[np.ndarray, np.ndarray]:
         mass = np.exp(logs)
-        mapped = np.array([self.spelled(int(token), lead) for token in tokens])
+        if keep:
+            mapped = np.array([self.spelled(int(token), lead) for token in tokens])
+        else:
+            mapped = self._all_spelled(lead)
         rest = mass[len(tokens) :].sum() + mass[: len(tokens)][mapped == ALONE].sum()
         sums = np.bincount(
             mapped[mapped != ALONE],
@@ -146,8 +157,9 @@ class Vocabularies:
             minlength=self._size,
         )
         if not keep:
-            # what the student cannot write is shared by its likeliest tokens' scale
-            return np.zeros(0), _logs(sums / sums.sum())
+            # what the student cannot write is left out
+            whole = sums.sum() or np.nan
+            return np.zeros(0), _logs(sums / whole)
         best = np.argsort(-sums, kind="stable")[:keep]
         numbers = sums[best]
         left = sums.sum() - numbers.sum()

@@ -92,6 +92,23 @@ def teacher_nonsense(evidence: Evidence) -> Sign | None:
     )
 
 
+LEAST_ALIGNED = 0.9
+"""Share of the answers' text that a teacher of another family should read as it is. Of tokenizers
+with bytes for what they do not know it is 1 (docs/distillation.md)."""
+
+
+def teacher_misaligned(evidence: Evidence) -> Sign | None:
+    """A teacher with a tokenizer of its own reads other text than was sampled."""
+    share = evidence.mean("teacher_aligned")
+    if share is None or share >= LEAST_ALIGNED or len(evidence.window) < FEWEST_STEPS:
+        return None
+    return Sign(
+        f"teacher misaligned: {share:.0%} of the answers' text could be aligned with the teacher's"
+        " tokens; the rest has no signal",
+        {"teacher_aligned": share} | evidence.means("teacher_share"),
+    )
+
+
 NO_SIGNAL_RULES = (
     (
         "teacher-silent",
@@ -110,6 +127,11 @@ SIGNAL_RULES = (
         "teacher-constant",
         "take another teacher, or a prompt that tells it more than the student knows",
         teacher_constant,
+    ),
+    (
+        "teacher-misaligned",
+        "look at an answer with the teacher's tokenizer; run.log names what was left out",
+        teacher_misaligned,
     ),
     ("teacher-no-better", "take a better teacher, or lower distillation.weight", teacher_no_better),
 )

@@ -54,6 +54,11 @@ CASES = {
         (),
         ["teacher-silent", "reward-constant"],
     ),
+    "teacher reads other text": (
+        window(**TAUGHT | {"teacher_aligned": 0.62, "teacher_spread": 1.0}),
+        (),
+        ["teacher-misaligned"],
+    ),
     # rewards
     "differ by 2e-4": (window(reward_std=2e-4), (), ["reward-hardly-differs"]),
     "differ by 2e-4 of 1000": (
