@@ -168,12 +168,12 @@ class DistillationSettings(Section):
                 f"temperature = {self.temperature:g} cannot be reached: the log-probabilities of"
                 f' kind = "{served[0]}" are at temperature 1: leave it out'
             )
-        own = [teacher.tokenizer == "own" for teacher in self.teachers]
-        if "vocabularies" in changed and not (any(own) and self.mode == "loss"):
+        others = [teacher.tokenizer == "own" for teacher in self.teachers]
+        if "vocabularies" in changed and not (any(others) and self.mode == "loss"):
             raise ValueError(
                 'vocabularies is only read with mode = "loss" and a teacher with tokenizer = "own"'
             )
-        if self.vocabularies != "spelled" and (len(own) > 1 or not self.top_k):
+        if self.vocabularies != "spelled" and (len(others) > 1 or not self.top_k):
             raise ValueError(
                 f'vocabularies = "{self.vocabularies}" compares with one teacher, by its top_k best'
                 " tokens: set top_k, for all of them to the size of its vocabulary"

@@ -118,21 +118,21 @@ def unlike(
     scored = mx.logical_not(mx.isnan(teacher[:, :1]))
     teacher = mx.stop_gradient(mx.where(scored, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
     logprobs = with_tail(logits, None)
-    known = ids >= 0
+    matched = ids >= 0
     student = mx.take_along_axis(logprobs, mx.maximum(ids, 0), axis=-1)
-    shared = row_sums(mx.where(known, _divergences(student, teacher[:, :-1], beta), 0.0))
+    shared = row_sums(mx.where(matched, _divergences(student, teacher[:, :-1], beta), 0.0))
 
     alone = mx.where(both, OUT, logprobs)
     width = min(ids.shape[1], logits.shape[1])
     order = mx.stop_gradient(mx.argsort(-alone, axis=-1)[:, :width])
     ordered = mx.exp(mx.take_along_axis(alone, order, axis=-1))
     # the rank of each of the teacher's other tokens among them
-    rank = mx.cumsum(mx.logical_not(known).astype(mx.int32), axis=-1) - 1
+    rank = mx.cumsum(mx.logical_not(matched).astype(mx.int32), axis=-1) - 1
     place = mx.clip(rank, 0, width - 1)
     likest = mx.where(rank < width, mx.take_along_axis(ordered, place, axis=-1), 0.0)
     probabilities = mx.exp(teacher)
-    apart = row_sums(mx.where(known, 0.0, mx.abs(likest - probabilities[:, :-1])))
-    rest = 1.0 - row_sums(mx.where(known, mx.exp(student), likest))
+    apart = row_sums(mx.where(matched, 0.0, mx.abs(likest - probabilities[:, :-1])))
+    rest = 1.0 - row_sums(mx.where(matched, mx.exp(student), likest))
     apart = apart + mx.abs(rest - probabilities[:, -1])
     return mx.where(scored[:, 0], share * shared + (1.0 - share) * apart, 0.0)
 

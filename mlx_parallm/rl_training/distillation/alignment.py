@@ -29,17 +29,17 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """Tokens [first, last) of each side, by their numbers, that stand for the same text."""
 
     ours: tuple[int, int]
     theirs: tuple[int, int]
 
 
-def common_spans(ours: Placed, theirs: Placed) -> list[Span]:
+def common_spans(ours: Placed, theirs: Placed) -> list[TextSpan]:
     """Return the smallest spans that end at a common place, in order, without those that hold a
     token that is not sound. Tokens behind the last common place are in none."""
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     first, second, begun = 0, 0, (0, 0)
     while first < len(ours.ends) and second < len(theirs.ends):
         end, other = ours.ends[first], theirs.ends[second]
@@ -49,7 +49,7 @@ def common_spans(ours: Placed, theirs: Placed) -> list[Span]:
             second += 1
         else:
             first, second = first + 1, second + 1
-            span = Span((begun[0], first), (begun[1], second))
+            span = TextSpan((begun[0], first), (begun[1], second))
             if all(ours.sound[slice(*span.ours)]) and all(theirs.sound[slice(*span.theirs)]):
                 spans.append(span)
             begun = first, second

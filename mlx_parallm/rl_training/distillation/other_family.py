@@ -27,7 +27,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.alignment import (
     Edit,
     Placed,
-    Span,
+    TextSpan,
     broken_characters,
     common_spans,
     edited,
@@ -52,7 +52,7 @@ class AlignedAnswer(TrainSequence):
 
     start: int = 0
     """Its first scored token."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TextSpan, ...] = ()
     """Numbers of trained tokens of the student's; numbers of the teacher's scored tokens."""
     length: int = 0
     """Trained tokens of the student's."""
@@ -123,16 +123,16 @@ class Chat:
             fits = text.startswith(before) and text.endswith(behind)
             if not fits or len(text) < len(before) + len(behind):
                 continue
-            said = text[len(before) : len(text) - len(behind)].split(middle)
+            contents = text[len(before) : len(text) - len(behind)].split(middle)
             marks = (self._tokenizer.token_text(each) for each in self._tokenizer.special_ids)
-            if not any(mark and mark in each for mark in marks for each in said):
-                return role, said
+            if not any(mark and mark in each for mark in marks for each in contents):
+                return role, contents
         return None
 
-    def written(self, role: str, said: Sequence[str]) -> str | None:
+    def written(self, role: str, contents: Sequence[str]) -> str | None:
         """Write it as this template does; None: it has no place for it."""
         joints = self.joints(role) or self.joints("user")
-        return None if joints is None else joints[0] + joints[1].join(said) + joints[2]
+        return None if joints is None else joints[0] + joints[1].join(contents) + joints[2]
 
 
 class OtherFamily:
@@ -165,8 +165,8 @@ class OtherFamily:
     def measured(self) -> tuple[int, int]:
         """Return the bytes of the answers since the last call, and those of them that were
         aligned; an end of turn counts as one."""
-        found, self._text, self._aligned = (self._text, self._aligned), 0, 0
-        return found
+        counts, self._text, self._aligned = (self._text, self._aligned), 0, 0
+        return counts
 
     def close(self) -> None:
         self._teacher.close()
@@ -212,7 +212,7 @@ class OtherFamily:
         for span in reading.spans:
             first, last = span.ours
             if all(trained[first:last]):
-                spans.append(Span((int(numbers[first]), int(numbers[last])), span.theirs))
+                spans.append(TextSpan((int(numbers[first]), int(numbers[last])), span.theirs))
                 aligned += sum(reading.sizes[place] for place in range(first, last))
         self._aligned += aligned
         self._text += sum(
@@ -227,7 +227,7 @@ class OtherFamily:
         sequence: TrainSequence,
         prompt: Sequence[int],
         reading: "_Reading",
-        spans: tuple[Span, ...],
+        spans: tuple[TextSpan, ...],
         length: int,
     ) -> AlignedAnswer:
         ids = tuple(reading.ids)
@@ -314,11 +314,11 @@ class OtherFamily:
                 agrees[ours] = scored.agrees[theirs].min()
             within[ours] = np.arange(size)
             rows.append((span.ours[0], span.theirs[0]))
-        known = None if scored.agrees is None else agrees
+        best = None if scored.agrees is None else agrees
         if keep is None:
-            return Scored(logprobs, known, within=within)
+            return Scored(logprobs, best, within=within)
         ids, targets = self._vocabularies.targets(scored, rows, answer.length, keep, answer.lead)
-        return Scored(logprobs, known, ids, targets, within)
+        return Scored(logprobs, best, ids, targets, within)
 
 
 class _Reading:
@@ -328,7 +328,7 @@ class _Reading:
         self._pair, self._ours, self._theirs = pair, pair._ours, pair._theirs
         self.ids = list(prompt)
         self._start = len(prompt)
-        self.spans: list[Span] = []
+        self.spans: list[TextSpan] = []
         self.sizes: dict[int, int] = {}  # bytes of the student's tokens, by place
         self._before = self._theirs.decode(prompt, skip_special_tokens=False)
         self.lead = pair._their_chat.lead if self._theirs.has_chat_template else ""
@@ -372,7 +372,7 @@ class _Reading:
         theirs = self._without_made_up_marks(body, mine, ids, theirs)
         behind = at - self._start
         self.spans += [
-            Span(
+            TextSpan(
                 (span.ours[0] + start, span.ours[1] + start),
                 (span.theirs[0] + behind, span.theirs[1] + behind),
             )
@@ -402,8 +402,8 @@ class _Reading:
     def environment(self, tokens: Sequence[int]) -> bool:
         """Take what the environment said between two answers; False: it cannot be read."""
         text = self._ours.decode(tokens, skip_special_tokens=False, opens_text=False)
-        said = self._pair._our_chat.read(text, ended=self._ended is not None)
-        written = None if said is None else self._pair._their_chat.written(*said)
+        turn = self._pair._our_chat.read(text, ended=self._ended is not None)
+        written = None if turn is None else self._pair._their_chat.written(*turn)
         if written is None:
             return False
         at = len(self.ids)
@@ -425,7 +425,7 @@ class _Reading:
     def _end(self, first: int, last: int) -> None:
         if self._ended is not None:
             behind = (first - self._start, last - self._start)
-            self.spans.append(Span((self._ended, self._ended + 1), behind))
+            self.spans.append(TextSpan((self._ended, self._ended + 1), behind))
 
 
 def _placed_ours(
@@ -433,8 +433,8 @@ def _placed_ours(
 ) -> Placed:
     """Where the student's tokens end in the edited text, behind a lead."""
     cuts = np.cumsum([0, *map(len, pieces)])
-    known = np.where(places < 0, len(comparable), places)
-    filled = np.minimum.accumulate(known[::-1])[::-1]  # inside an edit: its end
+    outside = np.where(places < 0, len(comparable), places)
+    filled = np.minimum.accumulate(outside[::-1])[::-1]  # inside an edit: its end
     ends = tuple(None if places[cut] < 0 else int(places[cut]) + lead for cut in cuts[1:])
     sound = tuple(
         bool(comparable[filled[start] : filled[stop]].all())
@@ -452,9 +452,9 @@ def _runs(mask: Sequence[int], start: int) -> list[tuple[int, int]]:
 
 def _found(mark: str, data: bytes) -> list[tuple[int, int]]:
     """Places of a text in bytes."""
-    wanted, found = mark.encode(), []
+    wanted, stretches = mark.encode(), []
     at = data.find(wanted) if wanted else -1
     while at >= 0:
-        found.append((at, at + len(wanted)))
+        stretches.append((at, at + len(wanted)))
         at = data.find(wanted, at + len(wanted))
-    return found
+    return stretches

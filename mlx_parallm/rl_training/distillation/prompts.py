@@ -72,11 +72,11 @@ class TeacherPrompt:
                 "the group came without its messages and its row (it is not of"
                 " an environment of this process)"
             )
-        own, tools = not self._config.prompt, group.metadata.get(TOOLS)
-        if group.metadata.get(TAUGHT) and not (own and tools):
+        plain, tools = not self._config.prompt, group.metadata.get(TOOLS)
+        if group.metadata.get(TAUGHT) and not (plain and tools):
             raise NoPromptError("the prompt has tools; this teacher's prompt cannot")
         question, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
-        if own:
+        if plain:
             messages = question
         elif self._function:
             messages = self._by_function(row, group)
@@ -87,7 +87,7 @@ class TeacherPrompt:
         try:
             kwargs = {**self._kwargs, **group.metadata.get(KWARGS, {})}
             return self._tokenizer.render_chat(
-                messages, template_kwargs=kwargs, tools=tools if own else None
+                messages, template_kwargs=kwargs, tools=tools if plain else None
             )
         except RequestError as error:
             raise NoPromptError(f"the chat template refuses its messages: {error}") from error

@@ -49,12 +49,12 @@ class Vocabularies:
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
         """The student's tokens by their bytes, of equal ones the first."""
-        found: dict[bytes, int] = {}
+        tokens: dict[bytes, int] = {}
         for token in range(min(self._size, self._ours.vocab_size)):
             if token not in self._ours.special_ids:
-                found.setdefault(self._ours.token_bytes(token), token)
-        found.pop(b"", None)
-        return found
+                tokens.setdefault(self._ours.token_bytes(token), token)
+        tokens.pop(b"", None)
+        return tokens
 
     @cached_property
     def _longest(self) -> int:
@@ -109,8 +109,8 @@ class Vocabularies:
         if written and text.startswith(self._ours.token_bytes(written[0])):
             return written[0]
         sizes = range(min(len(text), self._longest), 0, -1)
-        found = (self._by_bytes.get(text[:size]) for size in sizes)
-        return next((each for each in found if each is not None), ALONE)
+        prefixes = (self._by_bytes.get(text[:size]) for size in sizes)
+        return next((each for each in prefixes if each is not None), ALONE)
 
     def targets(
         self, scored: Scored, rows: Sequence[tuple[int, int]], length: int, keep: int, lead: bytes

@@ -1,13 +1,14 @@
-"""The teacher of the study `other_family`: the finished quickstart run that distill.toml learns from,
-given a SentencePiece tokenizer and another chat template, and trained on right answers until it can
-use them.
+"""The teachers of the study `other_family`: the finished quickstart run that distill.toml learns from,
+trained further on right answers. One keeps the student's tokenizer; the other is given a
+SentencePiece tokenizer and another chat template.
 
-    python -m scripts.bench.studies.families FOLDER [--steps N]
+    python -m scripts.bench.studies.families FOLDER [--steps N]     # FOLDER/same, FOLDER/other
 """
 
 import argparse
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ TEMPLATE = (
     " '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 LARGEST_RATE, WARMUP, ROWS, POOL, STEPS = 1e-3, 30, 64, 6000, 600
+OTHER, SAME = "other", "same"
+EMBEDDING = "model.embed_tokens.weight"
 ADAPTER = Path(__file__).parents[3] / "examples" / "distillation" / "teacher"
 
 
@@ -165,34 +168,45 @@ def train(model: Any, tokenizer: Tokenizer, steps: int) -> None:
             print(f"{step}: loss {loss.item():.3f}", flush=True)
 
 
-def make(directory: Path, steps: int = STEPS) -> Path:
-    """Make the teacher, unless it is there."""
-    if (directory / "model.safetensors").is_file():
-        return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    merged = directory / "merged"
+def make(folder: Path, steps: int = STEPS) -> Path:
+    """Make both teachers, unless they are there."""
+    merged = folder / "merged"
     if not merged.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         merge("builtin:tiny", str(ADAPTER), merged)
     loaded = load_model(ModelConfig(base_path=str(merged)))
     student = load_tokenizer(loaded.path, ModelConfig())
-    words = [student.token_text(token).replace(" ", "▁") for token in range(student.vocab_size)]
-    write_tokenizer(directory, [word for word in words if not word.startswith("<|")])
-    (directory / "config.json").write_text(json.dumps(loaded.config | {"eos_token_id": 2}))
-    theirs = load_tokenizer(directory, ModelConfig())
-    config = {**loaded.config, "vocab_size": theirs.vocab_size, "eos_token_id": 2}
-    config |= {"torch_dtype": "float32", "pad_token_id": 2}
+    config = {**loaded.config, "torch_dtype": "float32"}
     arrays = {
         name: array.astype(mx.float32) for name, array in tree_flatten(loaded.model.parameters())
     }
-    embedding = "model.embed_tokens.weight"
-    arrays[embedding] = transplanted(student, theirs, arrays[embedding])
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
-    model.load_weights(list(arrays.items()))
-    train(model, theirs, steps)
-    (directory / "config.json").write_text(json.dumps(config))
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
-    return directory
+    for name in (OTHER, SAME):
+        directory = folder / name
+        if (directory / "model.safetensors").is_file():
+            continue
+        directory.mkdir(exist_ok=True)
+        chosen, theirs, rows = config, student, arrays
+        if name == OTHER:
+            words = [student.token_text(token) for token in range(student.vocab_size)]
+            words = [word.replace(" ", "▁") for word in words if not word.startswith("<|")]
+            write_tokenizer(directory, words)
+            chosen = {**config, "eos_token_id": 2, "pad_token_id": 2}
+            (directory / "config.json").write_text(json.dumps(chosen))
+            theirs = load_tokenizer(directory, ModelConfig())
+            chosen["vocab_size"] = theirs.vocab_size
+            rows = arrays | {EMBEDDING: transplanted(student, theirs, arrays[EMBEDDING])}
+        else:
+            for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+                shutil.copy(merged / file, directory / file)
+        model = qwen3.Model(qwen3.ModelArgs.from_dict(chosen))
+        model.load_weights(list(rows.items()))
+        train(model, theirs, steps)
+        (directory / "config.json").write_text(json.dumps(chosen))
+        weights = dict(tree_flatten(model.parameters()))
+        mx.save_safetensors(
+            str(directory / "model.safetensors"), weights, metadata={"format": "pt"}
+        )
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

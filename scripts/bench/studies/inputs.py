@@ -199,9 +199,10 @@ def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[st
 
 
 def other_family(directory: Path, seed: int, variant: Sequence[str]) -> None:
-    """The teacher of the variant, in `teacher`. Made once, which takes minutes."""
+    """The teacher of the variant, in `teacher`. Both are made once, which takes minutes."""
     made = make(Path(tempfile.gettempdir()) / "mlx_parallm_other_family")
-    (directory / "teacher").symlink_to(made if "SentencePiece" in variant else made / "merged")
+    name = "other" if "SentencePiece" in variant else "same"
+    (directory / "teacher").symlink_to(made / name)
 
 
 async def _rewards(reward: Any, texts: Sequence[str]) -> list[float]:
