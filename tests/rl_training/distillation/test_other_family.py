@@ -19,6 +19,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.distillation import teacher_advantages, unlike
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.distillation import other_family, tokenizers
 from mlx_parallm.rl_training.distillation.alignment import (
     Placed,
     broken_characters,
@@ -28,6 +29,7 @@ from mlx_parallm.rl_training.distillation.alignment import (
     token_bytes,
 )
 from mlx_parallm.rl_training.distillation.other_family import Chat, OtherFamily
+from mlx_parallm.rl_training.distillation.tokenizers import PIECES
 from mlx_parallm.rl_training.step.distillation import BOTH, IDS, LOGPROBS, TARGETS, WITHIN
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import RolloutGroup
@@ -56,6 +58,13 @@ ANSWERS = ("Hello world 42", "12 + 30 = 42 é你好 👩‍💻", "", "  two  sp
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
     return load_model(TINY)
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers are compared by a few texts."""
+    for module in (tokenizers, other_family):
+        monkeypatch.setattr(module, "texts", lambda: PIECES)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +211,7 @@ def expected(
     return sums, places
 
 
-@pytest.mark.parametrize("name", ["llama2", "gemma", "llama3", "metaspace never"])
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
 def test_the_log_probabilities_of_spans(
     tiny: LoadedModel, family: Callable[[str], Path], name: str
 ) -> None:
