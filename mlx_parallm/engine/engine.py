@@ -60,7 +60,7 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
 log = get_logger(__name__)
-READING_WAIT_S = 0.02  # for a prefix on disk, where there is nothing else to do
+READING_WAIT_S = 0.005  # for a prefix on disk, where there is nothing else to do
 SHRINK_STEPS = 512  # room of rows that have left is given back this often
 
 
@@ -488,7 +488,8 @@ class Engine:
             return
         if not finite:
             return self._end_early(sequence, NOT_FINITE)
-        if sequence.edits is not None and sequence.edits.forbids(sampled.token):
+        ends = sequence.matcher is not None and sequence.matcher.ends_thinking
+        if not ends and sequence.edits is not None and sequence.edits.forbids(sampled.token):
             return self._end_early(sequence, ALL_FORBIDDEN, NO_TOKEN_CODE)
         sequence.cached += 1
         sequence.tokens.append(sampled.token)

@@ -83,6 +83,9 @@ class TokenMatcher(Protocol):
     def forces(self) -> bool: ...
 
     @property
+    def ends_thinking(self) -> bool: ...
+
+    @property
     def error_code(self) -> str: ...
 
     def binds(self, ahead: int = 0) -> bool: ...
@@ -114,6 +117,7 @@ class Matcher:
         "forces",
     )
     error_code = GRAMMAR_CODE
+    ends_thinking = False
 
     def __init__(
         self,
@@ -178,6 +182,11 @@ class OnlyTokens:
     @property
     def error_code(self) -> str:
         return NO_TOKEN_CODE if self._matcher is None else self._matcher.error_code
+
+    @property
+    def ends_thinking(self) -> bool:
+        """Whether the last `allowed` forces the end of reasoning, which nothing forbids then."""
+        return self._matcher is not None and self._matcher.ends_thinking
 
     def advance(self, token: int) -> str | None:
         """Describe the fault of a drawn token; "" unless no token may come

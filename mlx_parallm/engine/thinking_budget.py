@@ -43,6 +43,7 @@ class ThinkingBudget:
         "_start",
         "_text",
         "_width",
+        "ends_thinking",
         "forces",
     )
 
@@ -61,7 +62,7 @@ class ThinkingBudget:
         self._decoder, self._text = decoder, ""
         self._over = False
         self._width, self._matcher = width, matcher
-        self.forces = False
+        self.forces = self.ends_thinking = False
 
     @property
     def error_code(self) -> str:
@@ -83,18 +84,19 @@ class ThinkingBudget:
         else:
             bits = self._matcher.allowed()
         self.forces = self._matcher is not None and self._matcher.forces
+        self.ends_thinking = False
         if not self._ends_now:
             return bits
         ending = bits_of([self._end[self._forced]], self._width)
         if not (bits & ending).any():
             return bits
-        self.forces = True
+        self.forces = self.ends_thinking = True
         return ending
 
     def advance(self, token: int) -> str | None:
         """Take the sampled token. Returns an error, as `Matcher.advance`."""
         broken = None if self._matcher is None else self._matcher.advance(token)
-        self.forces = False
+        self.forces = self.ends_thinking = False
         if self._over:
             return broken
         if self._ends_now and token == self._end[self._forced]:

@@ -154,6 +154,24 @@ def test_a_list_of_allowed_tokens_holds_for_everything_but_the_end():
     assert ids[4] == END and {*ids[:4], *ids[5:]} <= {*letters}
 
 
+@pytest.mark.parametrize(
+    "forbidding",
+    [
+        {"bad_words": (f"<{END}>",)},
+        {"min_tokens": 6, "stop_token_ids": (END,)},
+        {"logit_bias": {END: -1e9}},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_forbids_the_end_does_not_hold_where_it_is_forced(forbidding):
+    item = request(
+        "a", [*b"a", START], seed=3, max_tokens=8, thinking_token_budget=2, top_k=2, **forbidding
+    )
+    found = answers([item], Thinker())["a"]
+    assert found.token_ids[2] == END and found.forced[:3] == (0, 0, 1)
+    assert found.processed_logprobs[2] == 0.0 and found.error is None
+
+
 def test_a_model_without_markers_and_odd_numbers_are_refused_by_name():
     served = serve(qwen3_model())
     with pytest.raises(RequestError, match="thinking_token_budget: this model's reasoning has no"):

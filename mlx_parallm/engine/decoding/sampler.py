@@ -233,6 +233,8 @@ def _constrain(logits: mx.array, batch: SamplingBatch) -> mx.array:
 def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
     """Bias and penalties on the few entries that they touch."""
     rows = [i for i, edit in enumerate(batch.edits) if edit is not None and edit.size]
+    # a forced end of reasoning comes whatever forbids it
+    rows = [i for i in rows if (m := batch.matchers[i]) is None or not m.ends_thinking]
     if not rows:
         return logits
     table = stack_edits([edit for i in rows if (edit := batch.edits[i]) is not None])

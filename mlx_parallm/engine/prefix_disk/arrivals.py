@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.engine.cache.prefix import Key, PrefixCache
+from mlx_parallm.engine.cache.prefix import Key, PrefixCache, common_beginning
 from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, PrefixReading, Raw, States, StoredPiece
 from mlx_parallm.engine.prefix_disk.files import BLOCK, hashed
 from mlx_parallm.engine.scheduling.prefills import PrefixSave
@@ -32,12 +32,18 @@ TYPES = {  # of keys, values and states, quantised ones too
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Arrival:
-    """The choices of one request, and the prefix that they wait for."""
+    """The choices of one request, and the prefix that they wait for; None: the first `common` tokens
+    of their text are read for `behind`."""
 
     choices: list[Choice]
-    reading: PrefixReading
+    text: tuple[int, ...]  # the whole blocks that may be read
+    reading: PrefixReading | None = None
+    behind: "Arrival | None" = None
+    common: int = 0
+    taken: int = 0  # tokens of its text that the cache has taken
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +79,41 @@ class PrefixArrivals:
     def begin(self, choices: list[Choice]) -> bool:
         """Begin to read for the choices of a request, which then come out of `arrived`. False:
         nothing can be there for them, or all of it is known."""
-        first = choices[0]
+        prompt = choices[0].prompt
+        arrival = Arrival(choices, prompt[: (len(prompt) - 1) // BLOCK * BLOCK])
+        if not arrival.text or not self._cache.max_tokens or not self._read(arrival):
+            return False
+        self.waiting.append(arrival)
+        return True
+
+    def _read(self, arrival: Arrival) -> bool:
+        """Begin to read what the cache lacks, unless the next block of it is being read: then it
+        waits for that. False: it lacks nothing."""
+        first, text = arrival.choices[0], arrival.text
         place = self._place_of(first)
-        text = first.prompt[: (len(first.prompt) - 1) // BLOCK * BLOCK]
-        if place is None or not text or not self._cache.max_tokens:
+        if place is None:
             return False
         chunks = self._cache.find(place.key, first.prompt)
         start = chunks[-1].stop if chunks else 0
         if start >= len(text):
             return False
-        self.waiting.append(Arrival(choices, self.disk.read(place.root, text, start)))
+        for other in self.waiting:
+            if other.over or other.reading is None or other.reading.root != place.root:
+                continue
+            common = common_beginning(text, other.text)
+            if common >= start + BLOCK:  # states come last
+                arrival.common = len(other.text) if self.disk.recurrent else common // BLOCK * BLOCK
+                arrival.behind = other
+                return True
+        arrival.reading = self.disk.read(place.root, text, start)
         return True
 
     def wait(self, seconds: float) -> None:
         """Wait for the oldest reading, if there is nothing else to do."""
-        if self.waiting:
-            self.waiting[0].reading.ended.wait(seconds)
+        readings = (each.reading for each in self.waiting if each.reading is not None)
+        reading = next(readings, None)
+        if reading is not None and reading.parts.empty():
+            reading.ended.wait(seconds)
 
     def arrived(self) -> list[Choice]:
         """Take one part of each reading into the cache; return the choices whose reading has
@@ -96,14 +121,26 @@ class PrefixArrivals:
         ready: list[Choice] = []
         left: list[Arrival] = []
         for arrival in self.waiting:
-            reading, choices = arrival.reading, [c for c in arrival.choices if not c.finished]
+            arrival.choices = choices = [c for c in arrival.choices if not c.finished]
+            if (other := arrival.behind) is not None:
+                waits = not other.over and other.taken < arrival.common
+                if not waits:
+                    arrival.behind = None
+                if choices and (waits or self._read(arrival)):
+                    left.append(arrival)
+                else:
+                    ready += choices
+                continue
+            assert (reading := arrival.reading) is not None
             reading.given_up = reading.given_up or not choices
             ended = reading.ended.is_set()  # before the last part is taken
             part = reading.take()
             if part is not None and not reading.given_up:
                 reading.given_up = not self._put(choices[0], reading, part)
-            if ended and (part is None or reading.given_up):
+                arrival.taken = part.stop if isinstance(part, StoredPiece) else arrival.taken
+            if reading.given_up or (ended and part is None):
                 self.read_seconds += reading.seconds
+                arrival.over = True
                 ready += choices
             else:
                 left.append(arrival)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event
+from threading import Event, Lock
 from time import perf_counter
 
 import numpy as np
@@ -21,6 +21,8 @@ from mlx_parallm.system.log import get_logger
 
 PART = 16  # blocks that are read and handed over at once
 MOST_WAITING = 256 << 20  # bytes of arrays that wait to be written; what comes beyond is not kept
+MOST_PARTS = 4  # of a reading that the engine has not taken yet; then it waits
+TAKEN_S = 0.005  # so long at a time
 STATE = ".state"
 
 log = get_logger(__name__)
@@ -89,7 +91,8 @@ class PrefixDisk:
     def __init__(self, files: BlockFiles, model: str, *, recurrent: bool) -> None:
         self.files, self.model, self.recurrent = files, model, recurrent
         self.dropped_bytes = 0  # not kept: too many waited to be written
-        self._waiting = 0  # bytes
+        self._waiting, self._lock = 0, Lock()  # bytes
+        self._closed = Event()
         self._cleared = 0
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
         self._writer = ThreadPoolExecutor(1, "prefix-writer")
@@ -111,10 +114,11 @@ class PrefixDisk:
         held = [raw for piece in pieces for raw in piece.arrays]
         held += [] if states is None else [raw for raw in states.arrays if raw is not None]
         size = sum(raw.values.nbytes for raw in held)
-        if self._waiting + size > MOST_WAITING:
-            self.dropped_bytes += size
-            return
-        self._waiting += size
+        with self._lock:
+            if self._waiting + size > MOST_WAITING:
+                self.dropped_bytes += size
+                return
+            self._waiting += size
         self._writer.submit(self._write, root, tokens, tuple(pieces), states, size, self._cleared)
 
     def clear(self) -> None:
@@ -128,13 +132,15 @@ class PrefixDisk:
 
     def close(self) -> None:
         """End the threads; what waits to be written is lost."""
+        self._closed.set()
         for threads in (self._reader, self._writer):
             threads.shutdown(cancel_futures=True)
 
     def _read(self, reading: PrefixReading) -> None:
         began = perf_counter()
         try:
-            self._read_blocks(reading)
+            if not reading.given_up:
+                self._read_blocks(reading)
         except Exception:  # boundary: a prefix that cannot be read is computed
             log.exception("prefix_not_read")
         finally:
@@ -156,6 +162,9 @@ class PrefixDisk:
             ]
             if sound:
                 reading.parts.put(_joined(first * BLOCK, sound))
+            while reading.parts.qsize() >= MOST_PARTS and not reading.given_up:
+                if self._closed.wait(TAKEN_S):
+                    return
             if len(sound) < len(group) or reading.given_up:
                 return
         if states is not None and count > begin:
@@ -183,7 +192,8 @@ class PrefixDisk:
         except Exception:  # boundary: the engine does not depend on it
             log.exception("prefix_not_written")
         finally:
-            self._waiting -= size
+            with self._lock:
+                self._waiting -= size
 
 
 def _whole(raws: Sequence[Raw | None]) -> list[Raw]:

@@ -8,8 +8,10 @@ safetensors; its hash covers name, types, shapes and bytes, so a damaged file is
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -75,6 +77,7 @@ class BlockFiles:
         self._rests_until = 0.0
         self._cleared = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.listdir(folder)
         self._count()
 
     def has(self, name: str) -> bool:
@@ -84,7 +87,7 @@ class BlockFiles:
         """Return a file's arrays; None: it is not there, or was damaged and is removed."""
         path = self._path(name)
         try:
-            data = path.read_bytes()
+            data = self._bytes_of(path)
         except OSError:
             return None
         try:
@@ -112,18 +115,19 @@ class BlockFiles:
             return False
         temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may remove it
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             with os.fdopen(os.open(temporary, kind, 0o600), "wb") as file:
                 file.write(data)
             with self._lock:  # `clear` comes before or after
                 if cleared != self._cleared:
-                    temporary.unlink()
+                    _unlink(temporary)
                     return False
                 temporary.replace(path)
                 self.bytes += _size(len(data))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            _unlink(temporary)
             self.refused += 1
             self._rests_until = time.monotonic() + REST_S
             reason = error.strerror or str(error)
@@ -157,19 +161,27 @@ class BlockFiles:
         """Return path, time of last use in ns and bytes of each file; remove what killed
         processes have left half-written."""
         files = []
-        for folder in os.scandir(self.folder):
+        for folder in _entries(self.folder):
             if not folder.is_dir(follow_symlinks=False) or len(folder.name) != 2:
                 continue
-            for entry in os.scandir(folder):
+            for entry in _entries(folder):
                 try:
-                    stat = entry.stat(follow_symlinks=False)
+                    found = entry.stat(follow_symlinks=False)
                 except OSError:
                     continue  # another process has removed it
                 if not entry.name.startswith(TEMPORARY):
-                    files.append((Path(entry.path), stat.st_mtime_ns, _size(stat.st_size)))
-                elif time.time() - stat.st_mtime > STALE_S:
-                    Path(entry.path).unlink(missing_ok=True)
+                    files.append((Path(entry.path), found.st_mtime_ns, _size(found.st_size)))
+                elif time.time() - found.st_mtime > STALE_S:
+                    _unlink(Path(entry.path))
         return files
+
+    def _bytes_of(self, path: Path) -> bytes:
+        """Return a file's bytes; none of what cannot be a block: a pipe, a device, what is larger
+        than all may be. Raises OSError."""
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            sound = stat.S_ISREG(found.st_mode) and found.st_size <= self.max_bytes
+            return file.read() if sound else b""
 
     def _count(self) -> None:
         self.bytes = sum(size for _, _, size in self._files())
@@ -190,6 +202,20 @@ class BlockFiles:
         except OSError:
             return  # another process was faster
         self.bytes = max(0, self.bytes - _size(size))
+
+
+def _entries(folder: "Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":
+    """Return what a folder holds; []: it is gone, or not to be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def _size(size: int) -> int:

@@ -1,6 +1,7 @@
 """Open the prefixes on disk of a model that was loaded."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlx_parallm.models.mlx_lm_api import ArraysCache, make_prompt_cache
 FORMAT = 1
 """Of the files, and of how keys and values are computed: another number leaves the old files to be
 removed as unused."""
+COMPUTED_BY = ("mlx", "mlx-lm")  # other versions of them may compute other numbers
 WEIGHTS = (".safetensors", ".npz", ".gguf")
 SAMPLES = 1024  # numbers of each of the model's arrays that its name is made of
 
@@ -42,14 +44,15 @@ def open_prefix_disk(server: ServerConfig, loaded: LoadedModel, max_bytes: int) 
 def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:
     """Return a hash of what keys and values depend on beside texts and adapters: the weights'
     files (names, sizes, times of change), numbers from each array as it was loaded, the
-    configuration, and how keys and values are held."""
+    configuration, the packages that compute them, and how keys and values are held."""
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(_files(loaded.path))
         if path.suffix in WEIGHTS
     ]
     config = json.dumps(loaded.config, sort_keys=True, default=str)
-    settings = repr((FORMAT, files, config, kv_bits)).encode()
+    packages = [version(name) for name in COMPUTED_BY]
+    settings = repr((FORMAT, packages, files, config, kv_bits)).encode()
     return hashed(settings, *_samples(loaded.model))
 
 

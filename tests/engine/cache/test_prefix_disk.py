@@ -4,6 +4,7 @@ computing its prompts, and nothing wrong is ever read."""
 import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.prefix_disk import disk as disk_module
 from mlx_parallm.engine.prefix_disk import files as files_module
+from mlx_parallm.engine.prefix_disk import opening as opening_module
 from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, Raw
 from mlx_parallm.engine.prefix_disk.files import BLOCK, BlockFiles, block_names
 from mlx_parallm.engine.prefix_disk.opening import model_name, open_prefix_disk
@@ -298,6 +300,46 @@ def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monke
     assert files_of(tmp_path)
 
 
+def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
+    wanted = answer(started(tmp_path), PROMPT).token_ids
+    pipe, link, large, *_, last = files_of(tmp_path)
+    for path in (pipe, link, last):
+        path.unlink()
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with large.open("ab") as file:
+        file.truncate(1 << 27)  # of holes: more than all files may have
+    shutil.rmtree(last.parent)
+    last.parent.write_text("a file in a folder's place")
+    served = started(tmp_path)
+    assert answer(served, PROMPT).token_ids == wanted
+    served.engine.reset_prefix_cache()
+    shutil.rmtree(tmp_path)
+    served.engine.reset_prefix_cache()
+    served.engine.arrivals.disk.files._rests_until = 0.0
+    assert answer(served, PROMPT).token_ids == wanted and files_of(tmp_path)
+    names = block_names("root", PROMPT)
+    files = BlockFiles(tmp_path, 1 << 26)
+    for name, put in zip(names, (os.mkfifo, lambda path: path.symlink_to("/dev/zero")), strict=False):
+        files._path(name).parent.mkdir(exist_ok=True)
+        put(files._path(name))
+        assert files.read(name) is None
+
+
+def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "PART", 1)
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    served.engine.pause("somebody", freeze=True)
+    served.engine.add(request("a", PROMPT, max_tokens=4))
+    [arrival] = served.engine.arrivals.waiting
+    while arrival.reading.parts.qsize() < disk_module.MOST_PARTS:
+        assert not arrival.reading.ended.is_set()
+    served.engine.close()
+    assert arrival.reading.ended.is_set()
+    assert arrival.reading.parts.qsize() == disk_module.MOST_PARTS < len(PROMPT) // BLOCK
+
+
 def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "MOST_WAITING", 1000)
     served = started(tmp_path)
@@ -333,9 +375,12 @@ def test_an_abort_while_it_reads_and_a_memory_that_is_too_small(tmp_path):
     assert answer(none, PROMPT).cached_tokens == 0
 
 
-def test_requests_with_one_beginning_arrive_together(tmp_path):
+def test_requests_with_one_beginning_arrive_together(tmp_path, monkeypatch):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
+    files, names = served.engine.arrivals.disk.files, []
+    read = files.read
+    monkeypatch.setattr(files, "read", lambda name: names.append(name) or read(name))
     requests = [
         request(f"r{i}", [*PROMPT[: 100 + 50 * i], i], n=2, max_tokens=5, temperature=0.0, seed=i)
         for i in range(4)
@@ -346,6 +391,7 @@ def test_requests_with_one_beginning_arrive_together(tmp_path):
         for mine, its in zip(output.completions, plain[name].completions, strict=True):
             assert mine.token_ids == its.token_ids
     assert served.engine.disk_hit_tokens == 250 // BLOCK * BLOCK, "each block once"
+    assert len(names) == len({*names}) == 250 // BLOCK, "and read once"
     assert served.engine.disk_seconds_saved != 0.0
 
 
@@ -405,7 +451,7 @@ def test_what_killed_processes_left_half_written_goes(tmp_path):
     assert not half.exists() and len(files_of(tmp_path)) == 1
 
 
-def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path):
+def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     loaded = LoadedModel(qwen3_model(), {"rope_theta": 1.0}, tmp_path, 100)
     name = model_name(loaded, None)
@@ -418,7 +464,9 @@ def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path)
     ]
     (tmp_path / "model.safetensors").write_bytes(b"weighty")
     changed.append(model_name(loaded, None))
-    assert len({name, *changed}) == 6
+    monkeypatch.setattr(opening_module, "version", lambda package: f"another {package}")
+    changed.append(model_name(loaded, None))
+    assert len({name, *changed}) == 7
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):
