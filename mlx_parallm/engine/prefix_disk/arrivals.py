@@ -34,8 +34,8 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The choices of one request, and the prefix that they wait for; None: the first `common` tokens
-    of their text are read for `behind`."""
+    """The choices of one request, and the prefix that they wait for; None: the first `common`
+    tokens of their text are read for `behind`."""
 
     choices: list[Choice]
     text: tuple[int, ...]  # the whole blocks that may be read
@@ -131,7 +131,8 @@ class PrefixArrivals:
                 else:
                     ready += choices
                 continue
-            assert (reading := arrival.reading) is not None
+            reading = arrival.reading
+            assert reading is not None
             reading.given_up = reading.given_up or not choices
             ended = reading.ended.is_set()  # before the last part is taken
             part = reading.take()

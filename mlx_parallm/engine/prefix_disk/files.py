@@ -77,7 +77,7 @@ class BlockFiles:
         self._rests_until = 0.0
         self._cleared = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.listdir(folder)
+        os.scandir(folder).close()
         self._count()
 
     def has(self, name: str) -> bool:
@@ -166,21 +166,22 @@ class BlockFiles:
                 continue
             for entry in _entries(folder):
                 try:
-                    found = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except OSError:
                     continue  # another process has removed it
                 if not entry.name.startswith(TEMPORARY):
-                    files.append((Path(entry.path), found.st_mtime_ns, _size(found.st_size)))
-                elif time.time() - found.st_mtime > STALE_S:
+                    files.append((Path(entry.path), status.st_mtime_ns, _size(status.st_size)))
+                elif time.time() - status.st_mtime > STALE_S:
                     _unlink(Path(entry.path))
         return files
 
     def _bytes_of(self, path: Path) -> bytes:
         """Return a file's bytes; none of what cannot be a block: a pipe, a device, what is larger
         than all may be. Raises OSError."""
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            sound = stat.S_ISREG(found.st_mode) and found.st_size <= self.max_bytes
+        kind = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(path, kind), "rb") as file:
+            status = os.fstat(file.fileno())
+            sound = stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
             return file.read() if sound else b""
 
     def _count(self) -> None:

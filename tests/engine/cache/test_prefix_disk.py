@@ -320,7 +320,9 @@ def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
     assert answer(served, PROMPT).token_ids == wanted and files_of(tmp_path)
     names = block_names("root", PROMPT)
     files = BlockFiles(tmp_path, 1 << 26)
-    for name, put in zip(names, (os.mkfifo, lambda path: path.symlink_to("/dev/zero")), strict=False):
+    for name, put in zip(
+        names, (os.mkfifo, lambda path: path.symlink_to("/dev/zero")), strict=False
+    ):
         files._path(name).parent.mkdir(exist_ok=True)
         put(files._path(name))
         assert files.read(name) is None
