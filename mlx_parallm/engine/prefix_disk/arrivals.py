@@ -86,9 +86,9 @@ class PrefixArrivals:
         self.waiting.append(arrival)
         return True
 
-    def _read(self, arrival: Arrival) -> bool:
+    def _read(self, arrival: Arrival, *, alone: bool = False) -> bool:
         """Begin to read what the cache lacks, unless the next block of it is being read: then it
-        waits for that. False: it lacks nothing."""
+        waits for that. `alone`: it does not wait. False: it lacks nothing."""
         first, text = arrival.choices[0], arrival.text
         place = self._place_of(first)
         if place is None:
@@ -97,7 +97,7 @@ class PrefixArrivals:
         start = chunks[-1].stop if chunks else 0
         if start >= len(text):
             return False
-        for other in self.waiting:
+        for other in () if alone else self.waiting:
             if other.over or other.reading is None or other.reading.root != place.root:
                 continue
             common = common_beginning(text, other.text)
@@ -123,10 +123,7 @@ class PrefixArrivals:
         for arrival in self.waiting:
             arrival.choices = choices = [c for c in arrival.choices if not c.finished]
             if (other := arrival.behind) is not None:
-                waits = not other.over and other.taken < arrival.common
-                if not waits:
-                    arrival.behind = None
-                if choices and (waits or self._read(arrival)):
+                if self._goes_on(arrival, other):
                     left.append(arrival)
                 else:
                     ready += choices
@@ -147,6 +144,19 @@ class PrefixArrivals:
                 left.append(arrival)
         self.waiting = left
         return ready
+
+    def _goes_on(self, arrival: Arrival, other: Arrival) -> bool:
+        """Return whether an arrival waits on: behind another, or for what it begins to read."""
+        if not arrival.choices:
+            return False
+        lacking = other.taken < arrival.common
+        if lacking and not other.over:
+            return True
+        arrival.behind = None
+        if self.disk.recurrent:  # the states of its own text may lie elsewhere
+            return self._read(arrival, alone=True)
+        # what the other's reading has not found is not there
+        return not (lacking and other.choices) and self._read(arrival)
 
     def keep(self, saves: Iterable[PrefixSave]) -> None:
         """Give what a step has put into the cache to the disk. Its arrays are evaluated."""

@@ -397,6 +397,27 @@ def test_requests_with_one_beginning_arrive_together(tmp_path, monkeypatch):
     assert served.engine.disk_seconds_saved != 0.0
 
 
+def test_requests_with_one_beginning_that_is_not_there_do_not_wait_for_each_other(tmp_path):
+    served = started(tmp_path)
+    for number in range(5):
+        served.engine.add(request(f"{number}", [*PROMPT[:200], number], max_tokens=1))
+    arrivals = served.engine.arrivals
+    arrivals.waiting[0].reading.ended.wait()
+    assert len(arrivals.arrived()) == 5 and not arrivals
+
+
+def test_a_reading_whose_request_is_aborted_is_taken_over(tmp_path):
+    answer(started(tmp_path), PROMPT)
+    served = started(tmp_path)
+    names = ["gone", "first", "second"]
+    for name in names:
+        served.engine.add(request(name, PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True))
+    served.engine.abort("gone")
+    found = run(served.engine, [])
+    assert all(found[name].completions[0].cached_tokens >= 288 for name in names[1:])
+    assert served.engine.disk_hit_tokens == 288
+
+
 WRITER = """
     import sys
     from pathlib import Path
