@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.schedule import evaluation_sources
@@ -121,8 +122,9 @@ class PreparedRun:
             # the user's code is checked before a model is loaded
             self.algorithm = make_algorithm(training)
             self.serving = serve(config)
+            self.closing.callback(self.serving.close)
+            self._check_budgets()
             failed.pop_all()
-        self.closing.callback(self.serving.close)
 
     def counted_by(self, data: DataSource) -> Config:
         """Return the configuration with the steps of a run on these rows: as configured, in one
@@ -136,6 +138,16 @@ class PreparedRun:
         data.check_rows(config.rl_training.batch_size)
         self.live.total_steps = config.rl_training.total_steps
         return config
+
+    def _check_budgets(self) -> None:
+        """Raises ConfigError: an environment bounds reasoning whose end has no marker."""
+        entries = (*self.config.environments, *self.config.evaluation.environments)
+        bounded = [each.name for each in entries if each.thinking_token_budget is not None]
+        if bounded and not (self.serving.tokenizer().think_markers or ("", ""))[1]:
+            raise ConfigError(
+                f"environments: {bounded[0]}: thinking_token_budget: this model's reasoning has no"
+                " markers, so none can be forced: leave it out"
+            )
 
     def _open_tools(self) -> EpisodeTools | None:
         """Start the servers of [tools], if there is an environment. Raises ConfigError."""

@@ -135,3 +135,23 @@ def test_a_run_without_a_port_ends_its_tools(
             source_kinds=(),
         )
     assert closed == ["tools"]
+
+
+def test_a_budget_of_reasoning_that_cannot_be_ended_stops_the_start(tmp_path: Path) -> None:
+    closed: list[str] = []
+    serving = SimpleNamespace(
+        tokenizer=lambda: SimpleNamespace(think_markers=None),
+        close=lambda: closed.append("serving"),
+    )
+    config = configuration(tmp_path)
+    bounded = config.environments[0].model_copy(update={"thinking_token_budget": 5})
+    with pytest.raises(ConfigError, match=r"environments: reverse: thinking_token_budget: this"):
+        PreparedRun(
+            config.model_copy(update={"environments": (bounded,)}),
+            resume=None,
+            stop=threading.Event(),
+            console=Console(file=StringIO()),
+            serve=lambda config: serving,
+            source_kinds=(),
+        )
+    assert closed == ["serving"]
