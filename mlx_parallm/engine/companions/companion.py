@@ -108,7 +108,8 @@ class PlaceholderReader(_Companion, ABC):
     @abstractmethod
     def carry(self, request: Request) -> tuple[tuple[int, ...], Carried] | None:
         """Return a prompt with numbers below 0 in the place of its placeholders, which tell what is
-        there, and what belongs to them; None: it has none. Raises RequestError."""
+        there, and what belongs to them; None: it has none. The numbers depend on the content alone:
+        prefixes are kept by them, beyond the process too. Raises RequestError."""
 
     @abstractmethod
     def read(

@@ -81,7 +81,10 @@ class BlockFiles:
         self._count()
 
     def has(self, name: str) -> bool:
-        return self._path(name).exists()
+        try:
+            return self._path(name).exists()
+        except OSError:  # nothing there is to be seen
+            return False
 
     def read(self, name: str) -> dict[str, np.ndarray] | None:
         """Return a file's arrays; None: it is not there, or was damaged and is removed."""

@@ -326,6 +326,7 @@ def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
         files._path(name).parent.mkdir(exist_ok=True)
         put(files._path(name))
         assert files.read(name) is None
+    assert not files.has("a" * 300), "a name that the system refuses, as it does a closed folder"
 
 
 def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatch):
