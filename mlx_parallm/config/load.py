@@ -82,6 +82,11 @@ class CoreConfig(Section):
                 "server.async_scheduling = true does not go with"
                 " rl_training.deterministic: leave one out"
             )
+        if self.model.fp32_lm_head and self.rl_training.lora.qat_bits is not None:
+            raise ValueError(
+                "model.fp32_lm_head does not go with rl_training.lora.qat_bits, whose trainer"
+                " rounds the head: leave one out"
+            )
         for leaf in leaves():
             if leaf.check is not None and leaf.name in type(self).model_fields:
                 imported(leaf.check)(self)

@@ -199,6 +199,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere. On a CPU "bfloat16"
     halves the memory of such weights and is several times slower (docs/operations.md)."""
+    fp32_lm_head: bool = False
+    """bfloat16, float16: compute the logits in float32 from the hidden states, in engine and
+    trainer, tied and quantised heads too, so that their log-probabilities of a token are nearer
+    (docs/algorithms.md#a-head-in-float32). A decode step moves five times the head's bytes."""
     rope_length: int | None = Field(None, ge=1)
     """Turn every text as transformers turns one of so many tokens, in a model whose rope depends on
     a text's length (longrope, dynamic): beyond original_max_position_embeddings that is

@@ -132,7 +132,7 @@ class InferenceModule:
         if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise ConfigError("a model needs its tokenizer: model, tokenizer = mlx_lm.load(…)")
-            self.loaded = adopt_model(model, tokenizer)
+            self.loaded = adopt_model(model, tokenizer, fp32_lm_head=config.model.fp32_lm_head)
         changes = (
             {} if model is None else {"base_path": str(self.loaded.path if self.loaded else model)}
         )

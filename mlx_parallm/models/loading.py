@@ -34,6 +34,7 @@ from mlx_parallm.models.checkpoint_files import (
 )
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.gguf.cache import converted
+from mlx_parallm.models.heads.float32_head import widen_head
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.images.encoder import ImageParts, text_alone
 from mlx_parallm.models.mlx_lm_api import (
@@ -181,7 +182,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         dtype = _dtype(config.dtype)  # None: no number of MLX's types compares with it
         if is_awq(read_config(path)) and dtype is not None and dtype == mx.float32:
             restore_zero_points(model)
-        _make_ready(model, config.dtype)
+        _make_ready(model, config.dtype, fp32_lm_head=config.fp32_lm_head)
     except ModelError:
         raise
     except FileNotFoundError as error:
@@ -192,12 +193,15 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
 
 
-def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
+def adopt_model(
+    model: nn.Module, tokenizer: Any = None, *, fp32_lm_head: bool = False
+) -> LoadedModel:
     """Wrap a model that mlx-lm has loaded. The result is a copy that shares the arrays of the right
     dtype.
 
     `path` is the directory that the tokenizer came from, if any: a checkpoint there gives the
-    configuration, else the model's own arguments do. Raises ModelError: it has none.
+    configuration, else the model's own arguments do. `fp32_lm_head`: model.fp32_lm_head. Raises
+    ModelError: it has none.
     """
     name = str(getattr(tokenizer, "name_or_path", ""))
     path = Path(name)
@@ -211,7 +215,7 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
             " and its tokenizer no checkpoint"
         )
     copied = copy.deepcopy(model)
-    _make_ready(copied, "auto")
+    _make_ready(copied, "auto", fp32_lm_head=fp32_lm_head)
     return LoadedModel(copied, config, path, _context_length(config), name)
 
 
@@ -331,7 +335,7 @@ def _arrays(values: Any) -> Iterator[mx.array]:
             yield from _arrays(value.values())
 
 
-def _make_ready(model: nn.Module, dtype_name: str) -> None:
+def _make_ready(model: nn.Module, dtype_name: str, *, fp32_lm_head: bool) -> None:
     """Make the model ready in place: dtype, frozen, in evaluation mode, every array evaluated."""
     dtype = _dtype(dtype_name)
     if dtype is not None:
@@ -343,6 +347,8 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     model.eval()
     evaluate_module(model)  # weights are read here: a damaged file shows now
     use_unpacking(model)
+    if fp32_lm_head:
+        widen_head(model)
     use_chunks(model)
     prove(model)
 

@@ -132,7 +132,6 @@ def test_names_of_the_tables_are_trls() -> None:
         "logging_dir",
         "eval_packing",
         "completion_only_loss",
-        "cast_lm_head_to_fp32",
     }
     assert (set(SPEED_ONLY) | WITHOUT_EFFECT.keys() | NOT_HERE.keys()) - theirs <= older
 

@@ -275,6 +275,9 @@ class GRPOConfig(SampledConfig):
     """Passes over the completions that were sampled together."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference; 0 = not computed."""
+    cast_lm_head_to_fp32: bool = False
+    """Compute the logits in float32 in a model of half precision, tied heads too, in sampling and
+    in training."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the ratio, as DeepSeek-V3.2 does."""
     epsilon: float = Field(0.2, ge=0)

@@ -113,6 +113,7 @@ HOW: Mapping[str, str] = {
     "report_to": "`logging.trackers`",
     "disable_tqdm": '`logging.level = "warning"`, and no display',
     "model_init_kwargs": "`model.dtype`, `model.revision`, `model.trust_remote_code`",
+    "cast_lm_head_to_fp32": "`model.fp32_lm_head`",
     "serve": "whether the daemon's HTTP server starts",
     "overrides": "any key",
     "num_generations_eval": "`evaluation.samples`",
@@ -439,7 +440,8 @@ def _shared(
     return {
         "server": {},
         "model": {"base_path": model, "chat_template": chat_template}
-        | _model_keys(args.model_init_kwargs or {}),
+        | _model_keys(args.model_init_kwargs or {})
+        | {"fp32_lm_head": getattr(args, "cast_lm_head_to_fp32", False)},
         "rl_training": training,
         "logging": {"trackers": _trackers(args.report_to)} | level,
     }

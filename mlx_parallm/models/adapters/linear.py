@@ -118,7 +118,8 @@ class LoRALinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._rounding is not None:
             return self._rounding(self, x)
-        return self.linear(x) + self.update_of(x).astype(x.dtype)
+        y = self.linear(x)  # a head's may be wider than x
+        return y + self.update_of(x).astype(y.dtype)
 
     def pair(self) -> LoraPair:
         """The layer's update; shares the arrays that there are. Lazy."""
@@ -191,9 +192,10 @@ class DoRALinear(LoRALinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         y, bias = self.linear(x), _bias(self.linear)
+        wide = y.dtype
         if bias is not None:
             y = y - bias
-        out = (self.gain() * (y + self.update_of(x))).astype(x.dtype)
+        out = (self.gain() * (y + self.update_of(x))).astype(wide)
         return out if bias is None else out + bias
 
     def pair(self) -> LoraPair:

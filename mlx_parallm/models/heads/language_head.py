@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.heads.float32_head import float32_head, plain_class
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.ops import UNPACKED
@@ -166,10 +167,12 @@ def cut_wide_heads(model: nn.Module) -> int:
     modules = [
         module
         for module in model.modules()
-        if type(module) in _WIDE and module.weight.shape[0] >= WIDE
+        if plain_class(module) in _WIDE and module.weight.shape[0] >= WIDE
     ]
-    for module in modules:
-        module.__class__ = _WIDE[type(module)]  # the same object: whatever holds it sees the change
+    for module in modules:  # the same object: whatever holds it sees the change
+        kind = plain_class(module)
+        wide: Any = _WIDE[kind]
+        module.__class__ = wide if type(module) is kind else float32_head(wide)
     return len(modules)
 
 
@@ -199,7 +202,7 @@ def _wide_slopes(
     x, weight = primals
     rows = slope.reshape(-1, slope.shape[-1])
     by_input = _summed((rows[:, p] @ weight[p] for p in _pieces(len(weight))), x)
-    return by_input, rows.T @ x.reshape(-1, x.shape[-1])
+    return by_input, (rows.T @ x.reshape(-1, x.shape[-1])).astype(weight.dtype)
 
 
 def _wide_quantized_product(x: mx.array, layer: Any) -> mx.array:

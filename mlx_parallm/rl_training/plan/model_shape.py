@@ -17,6 +17,7 @@ from mlx_parallm.engine.cache.memory import KVSize
 from mlx_parallm.models.blocks_per_eval import BlockSize
 from mlx_parallm.models.experts.replay import is_repeated, recorded_bytes
 from mlx_parallm.models.experts.wide import widen_experts
+from mlx_parallm.models.heads.float32_head import widen_head, widened_numbers
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loaded_images import tower_sizes
@@ -67,6 +68,7 @@ class ModelShape:
     routes: int = 0  # bytes of a sampled token's recorded experts, if they are repeated
     tower: int = 0  # bytes of the part that sees
     eye: TowerShape | None = None  # the tower, if it has one
+    head: int = 0  # numbers of the head that each product widens to float32 (model.fp32_lm_head)
     unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
     def with_smaller(self, key: str) -> "ModelShape":
@@ -92,7 +94,9 @@ class ModelShape:
         )
         model, width = loaded.model, loaded.dtype.size
         weights, unpacked = loaded.weights, _unpacked_experts(model)
-        routes = 0
+        if config.model.fp32_lm_head:
+            widen_head(model)
+        head_numbers, routes = widened_numbers(model), 0
         if is_repeated(model, training, config.server.kv_bits):
             routes = recorded_bytes(model, text_config(model_config))
         arrays = tree_flatten(model.parameters())
@@ -136,6 +140,7 @@ class ModelShape:
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
             routes=routes,
+            head=head_numbers,
             unpacked=unpacked,
             tower=tower,
             eye=eye,

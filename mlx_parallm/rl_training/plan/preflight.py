@@ -151,6 +151,7 @@ class PlannedRun:
             "training: masks": batch.masks,
             self._seen.part: self._seen.training(activations + logits),
             "unpacked experts": FLOAT * shape.unpacked,
+            "head in float32": 2 * FLOAT * shape.head,  # the engine's product, and the trainer's
             "training: update": max(0, trained.updating - activations - logits),
         }
         loading = max(0, shape.weights + shape.loading - sum(parts.values()))
