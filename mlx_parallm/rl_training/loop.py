@@ -191,7 +191,8 @@ class TrainingLoop:
             with self._control.publishing():
                 self._finish_step(batch, result, time_rollout_s)
         self._save(None, final=True)
-        self._until.tell(self._line, self._events)
+        written = self._parts.metrics.read() if self._parts.metrics is not None else ()
+        self._until.tell(self._line, written, self._events)
         return "finished"
 
     # ------------------------------------------------------------------ the parts of a step
@@ -306,9 +307,9 @@ class TrainingLoop:
             "time_publish_s": time_publish_s,
         } | dict(self._control.measure(batch.step))
         self._line = self._metrics(batch, result, report, times | learned)
-        if not last and (ends := self._until.met_by(self._line)):
+        if ends := self._until.met_by(self._line):
+            self._line |= ({} if last else self._end(batch)) | {"ended": ends}
             last = True
-            self._line |= self._end(batch) | {"ended": ends}
         if self._parts.metrics is not None:
             self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:

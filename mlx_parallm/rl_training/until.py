@@ -1,7 +1,7 @@
 """The end of a run at a number of its metrics (rl_training.until)."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlx_parallm.config.condition import Condition, condition_of
@@ -66,15 +66,23 @@ class Until:
         ended = str((line or {}).get(ENDED))
         return self._condition is not None and ended.startswith(f"{self._condition}: ")
 
-    def tell(self, line: Mapping[str, Any] | None, events: RunEvents) -> None:
-        """Say at the end why it is one, or that the condition was never met."""
+    def tell(
+        self,
+        line: Mapping[str, Any] | None,
+        written: Iterable[Mapping[str, Any]],
+        events: RunEvents,
+    ) -> None:
+        """Say at the end why it is one, or that the condition was never met. `written`: the run's
+        lines, also those before a resume."""
         if self._condition is None:
             return
         step = (line or {}).get("step", 0)
         if line is not None and self.ended(line):
             why = f"rl_training.until is met, {line[ENDED]}"
             events.emit(Noted(f"the run has ended at step {step}: {why}"))
-        elif self._seen:
+        elif self._seen or any(
+            number_of(each, self._condition.name) is not None for each in written
+        ):
             events.emit(Noted(f"rl_training.until was not met: {self._condition}"))
         else:
             events.warn(

@@ -459,6 +459,15 @@ def test_a_run_ends_at_the_first_line_that_meets_its_condition(tmp_path: Path) -
         assert run.loop.run() == "finished"
         assert run.loop.step == 6 and "ended" not in run.lines[-1]
         assert [numbers.get("metric") for numbers in warned] == ["never"]
+    with running(tmp_path / "run", resume=True, until="score > 9", **values) as run:
+        run.stream.subscribe(Noted, lambda event: told.append(event.text))
+        run.stream.subscribe(Warned, lambda event: warned.append(event.numbers))
+        assert run.loop.run() == "finished" and len(warned) == 1
+        assert told[2] == "rl_training.until was not met: score > 9", "it came before the resume"
+    values["total_steps"] = 7
+    with running(tmp_path / "run", resume=True, until="score > 0.65", **values) as run:
+        assert run.loop.run() == "finished" and measured == [3]
+        assert run.lines[-1]["ended"] == "score > 0.65: 0.7", "the last step may meet it too"
 
 
 @pytest.mark.parametrize(
