@@ -117,6 +117,7 @@ def group_judge(
         timeout_s=timeout_s,
         retries=retries,
         concurrency=concurrency,
+        max_tokens=max_tokens,
     )
     try:
         task_rubric = None if rubric is None else rubric_of(rubric)

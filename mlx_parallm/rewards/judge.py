@@ -81,6 +81,7 @@ def judge(
         timeout_s=timeout_s,
         retries=retries,
         concurrency=concurrency,
+        max_tokens=max_tokens,
     )
     return ModelJudge(judging_model, mode, criteria, threshold, max_tokens)
 

@@ -113,9 +113,19 @@ def judge_model(
     timeout_s: float,
     retries: int,
     concurrency: int,
+    max_tokens: int | None,
 ) -> JudgeModel:
     """Return what the option `judge` names. Raises ConfigError: options that contradict each other,
-    a key file or a function that cannot be read."""
+    a number of no sense, a key file or a function that cannot be read."""
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s = {timeout_s}: seconds, above 0")
+    for name, number, least in (
+        ("retries", retries, 0),
+        ("concurrency", concurrency, 1),  # with 0 every request would wait for ever
+        ("max_tokens", max_tokens, 1),
+    ):
+        if number is not None and number < least:
+            raise ConfigError(f"{name} = {number}: {least} or more")
     version = VERSION.fullmatch(judge)
     here = judge == BASE or version is not None
     if (here or is_reference(judge)) and (model is not None or api_key_file is not None):
