@@ -598,8 +598,11 @@ def load_rewards(
     functions = []
     for reference, option_name in zip(references, names, strict=True):
         what, builtin = f"{key}: {reference}", reference.startswith(BUILTIN)
-        loaded = (_load_builtin if builtin else _load_user)(
-            reference, options.get(option_name, {}), key
+        given = options.get(option_name, {})
+        loaded = (
+            _load_builtin(reference, given, key, option_name)
+            if builtin
+            else _load_user(reference, given, key)
         )
         name = reference.removeprefix(BUILTIN) if builtin else name_of(loaded)
         weight = WEIGHTS.get(name, 1.0) if builtin else 1.0
@@ -628,14 +631,18 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return made
 
 
-def _load_builtin(reference: str, options: Mapping[str, Any], key: str) -> Any:
+def _load_builtin(reference: str, options: Mapping[str, Any], key: str, own_name: str) -> Any:
+    """Return the reward that the factory makes; one that takes a name for what it notes has its
+    own, so that the second of a kind does not write over the first."""
     what, name = f"{key}: {reference}", reference.removeprefix(BUILTIN)
     if name not in BUILT_IN:
         raise ConfigError(
             f"{what}: there is no built-in reward of this"
             f" name{did_you_mean(name, sorted(BUILT_IN))}"
         )
-    return _create(BUILT_IN[name], options, what)
+    factory = BUILT_IN[name]
+    names = {"name": own_name} if "name" in inspect.signature(factory).parameters else {}
+    return _create(factory, names | dict(options), what)
 
 
 def _load_user(reference: str, options: Mapping[str, Any], key: str) -> Any:

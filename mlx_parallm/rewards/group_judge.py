@@ -93,7 +93,7 @@ def group_judge(
         retries: further tries of an endpoint that is busy or cannot be reached.
         concurrency: requests at once.
         seed: of the order in which the answers are shown.
-        name: of its metrics and notes, where an environment has several.
+        name: of its metrics and notes; default: that of the reward (the second: group_judge#2).
 
     Metrics, under the name: requests, cached, prompt_tokens, completion_tokens, seconds, unscored,
     unread; score_spread, length_correlation; order_agreement, order_difference, position_bias.

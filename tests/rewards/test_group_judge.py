@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED, score_group
-from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, load_rewards
 from mlx_parallm.rewards.group_judge import agreement, rank_correlation
 from mlx_parallm.rewards.judge_models import as_data, without_special_tokens
 from mlx_parallm.rewards.judge_pages import group_of
@@ -540,6 +540,13 @@ async def test_a_slow_judge_is_given_up(tmp_path):
     judge = PARTS["group_judge"](judge=f"python:{tmp_path}/slow.py:ask", timeout_s=0.01)
     with pytest.raises(RolloutRejectedError, match=r"no answer within 0\.01 s"):
         await asyncio.wait_for(judge(prompts=["q"], completions=["a"]), 10)
+
+
+def test_a_second_judge_has_metrics_and_notes_of_its_own():
+    names = ["group_judge", "group_judge#2"]
+    options = {names[0]: {"judge": "base"}, names[1]: {"judge": "policy@1"}}
+    made = load_rewards(["builtin:group_judge"] * 2, options, "absolute", "rewards")
+    assert [one.call._name for one in made] == [one.name for one in made] == names
 
 
 @pytest.mark.parametrize(

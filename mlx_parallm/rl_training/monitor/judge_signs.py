@@ -71,7 +71,8 @@ def _numbers(evidence: Evidence, kind: str) -> dict[str, float]:
 JUDGE_RULES = (
     (
         "judge-constant",
-        "a sharper rubric or a stronger judge; read its reasons (mlx_parallm rollouts RUN --best)",
+        "a sharper rubric or a stronger judge; read its reasons"
+        " (mlx_parallm rollouts RUN --show GROUP)",
         judge_constant,
     ),
     (
