@@ -117,15 +117,7 @@ def judge_model(
 ) -> JudgeModel:
     """Return what the option `judge` names. Raises ConfigError: options that contradict each other,
     a number of no sense, a key file or a function that cannot be read."""
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s = {timeout_s}: seconds, above 0")
-    for name, number, least in (
-        ("retries", retries, 0),
-        ("concurrency", concurrency, 1),  # with 0 every request would wait for ever
-        ("max_tokens", max_tokens, 1),
-    ):
-        if number is not None and number < least:
-            raise ConfigError(f"{name} = {number}: {least} or more")
+    _check_numbers(timeout_s, retries=retries, concurrency=concurrency, max_tokens=max_tokens)
     version = VERSION.fullmatch(judge)
     here = judge == BASE or version is not None
     if (here or is_reference(judge)) and (model is not None or api_key_file is not None):
@@ -156,6 +148,16 @@ def judge_model(
         )
 
     return EndpointJudge(f"{judge} {model}", endpoint, body)
+
+
+def _check_numbers(timeout_s: float, **counts: int | None) -> None:
+    """Raises ConfigError: a number of no sense."""
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s = {timeout_s}: seconds, above 0")
+    for name, number in counts.items():
+        least = 0 if name == "retries" else 1  # with concurrency 0 requests would wait for ever
+        if number is not None and number < least:
+            raise ConfigError(f"{name} = {number}: {least} or more")
 
 
 class EndpointJudge(JudgeModel):
