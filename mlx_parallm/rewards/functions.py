@@ -598,11 +598,11 @@ def load_rewards(
     functions = []
     for reference, option_name in zip(references, names, strict=True):
         what, builtin = f"{key}: {reference}", reference.startswith(BUILTIN)
-        given = options.get(option_name, {})
+        keywords = options.get(option_name, {})
         loaded = (
-            _load_builtin(reference, given, key, option_name)
+            _load_builtin(reference, keywords, key, option_name)
             if builtin
-            else _load_user(reference, given, key)
+            else _load_user(reference, keywords, key)
         )
         name = reference.removeprefix(BUILTIN) if builtin else name_of(loaded)
         weight = WEIGHTS.get(name, 1.0) if builtin else 1.0
