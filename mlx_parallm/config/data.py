@@ -52,7 +52,7 @@ OPTIONS = {
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
-    "sft": {"sft_loss"},
+    "sft": {"sft_loss", "neftune_alpha"},
     REWARD_MODEL: {"center_rewards_coefficient", "head_learning_rate"},
 }
 """Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an
@@ -114,6 +114,9 @@ class DataConfig(Section):
     shuffle: bool = True
     """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the
     order of the file."""
+    learn_prompts: bool = False
+    """sft: prompts are trained on as completions are; of `messages` all turns, but answers of
+    `weight` 0."""
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at
     the end (text)."""
@@ -201,6 +204,9 @@ class PreferenceConfig(Section):
     sft_loss: Literal["nll", "dft"] = "nll"
     """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its
     probability."""
+    neftune_alpha: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """sft: NEFTune (arXiv:2310.05914): uniform noise of ± this / sqrt(L · D) on the embeddings of
+    training passes, for L tokens of D numbers; 5 to 15 is usual."""
     center_rewards_coefficient: float = Field(0.0, ge=0)
     """reward_model: weight of (score of the chosen + score of the rejected)², which keeps scores
     around 0; TRL suggests 0.01."""

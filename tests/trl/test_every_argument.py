@@ -79,6 +79,7 @@ OTHER_VALUES: dict[str, Any] = {
         "save_total_limit": 5,
         "router_aux_loss_coef": 0.001,
         "temperature": 0.7,
+        "neftune_noise_alpha": 5.0,
     },
 }
 ELSEWHERE = {
@@ -86,7 +87,9 @@ ELSEWHERE = {
         ("overwrite_output_dir", "logging_steps", "logging_first_step"), "test_trainers"
     ),
     **dict.fromkeys(("load_best_model_at_end", "serve", "dataset_text_field"), "test_trainers"),
-    "assistant_only_loss": "test_sft_on_all_turns_is_refused",
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss"), "test_which_rows_sft_learns_the_prompts_of"
+    ),
     "shuffle_dataset": "refused (GRPO); TRL shuffles either way (SFT)",
     "disable_dropout": "DPO, KTO: test_dpo_and_kto_have_no_dropout; GRPO's adapter never has any",
 }

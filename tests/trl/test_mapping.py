@@ -131,7 +131,6 @@ def test_names_of_the_tables_are_trls() -> None:
         "max_prompt_length",
         "logging_dir",
         "eval_packing",
-        "completion_only_loss",
     }
     assert (set(SPEED_ONLY) | WITHOUT_EFFECT.keys() | NOT_HERE.keys()) - theirs <= older
 

@@ -663,19 +663,26 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
         trainer.evaluate(PAIRS)
 
 
-def test_sft_on_all_turns_is_refused(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    with pytest.raises(
-        ConfigError,
-        match="assistant_only_loss",
+def test_which_rows_sft_learns_the_prompts_of(tmp_path: Path) -> None:
+    turns = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    parts, text = {"prompt": "a", "completion": "b"}, {"text": "c"}
+    for options, rows, learned in (
+        ({}, [turns], False),
+        ({"assistant_only_loss": True}, [turns], False),
+        ({"assistant_only_loss": False}, [turns], True),
+        ({"assistant_only_loss": False}, [parts, text], False),
+        ({"completion_only_loss": True}, [parts], False),
+        ({"completion_only_loss": False}, [parts, text], True),
+        ({"completion_only_loss": False}, [turns], False),
+        ({"completion_only_loss": False, "assistant_only_loss": False}, [turns, parts], True),
     ):
-        SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=False), train_dataset=rows)
-    for given, kept in (
-        (None, rows),
-        (True, rows),
-        (False, [{"prompt": "a", "completion": "b"}, {"text": "c"}]),
-    ):
-        SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=given), train_dataset=kept)
+        trainer = SFTTrainer(MODEL, SFTConfig(str(tmp_path), **options), train_dataset=rows)
+        assert trainer.config.data.learn_prompts is learned, options
+    with pytest.raises(ConfigError, match="have to be the same"):
+        args = SFTConfig(str(tmp_path), completion_only_loss=False)
+        SFTTrainer(MODEL, args, train_dataset=[turns, parts])
+    with pytest.raises(ConfigError, match="contradict"):
+        SFTConfig(str(tmp_path), completion_only_loss=False, assistant_only_loss=True)
 
 
 def test_short_data_sets_and_texts_without_a_prompt(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ unless its value switches it off. Imports no MLX.
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
@@ -129,6 +129,8 @@ class TrainerConfig(Options):
     router_aux_loss_coef: float | None = Field(None, ge=0)
     """Of a mixture of experts: 0, for there is no loss of the router. None, TRL's default, is the
     model's own coefficient there, and a warning here."""
+    neftune_noise_alpha: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """SFT: NEFTune's noise on the embeddings in training; others refuse it."""
     report_to: str | tuple[str, ...] = "none"
     """"wandb", "tensorboard", "trackio", several of them, "all" or "none"."""
     project: str | None = None
@@ -192,6 +194,11 @@ class TrainerConfig(Options):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> "TrainerConfig":
+        if self.neftune_noise_alpha and not isinstance(self, SFTConfig):
+            raise ValueError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha:g}: noise is added in SFT only;"
+                " elsewhere log-probabilities are compared, with and without it"
+            )
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio contradict each other: set one of them")
         for name in ("adam_beta1", "adam_beta2"):
@@ -405,6 +412,8 @@ class GKDConfig(TaughtConfig):
     "random" is in TRL."""
     assistant_only_loss: bool = False
     """Without effect: the assistant's last messages are compared, as in TRL."""
+    completion_only_loss: bool | None = None
+    """Always so; False is refused."""
     dataset_text_field: Literal["text"] = "text"
     """Without effect: rows are `messages`, or `prompt` and `completion`."""
     loss_type: Literal["nll"] = "nll"
@@ -420,6 +429,11 @@ class GKDConfig(TaughtConfig):
             raise ValueError(
                 "seq_kd=True: let the teacher write the completions with `mlx_parallm"
                 " distill-data`, and train on those with SFTTrainer"
+            )
+        if self.completion_only_loss is False:
+            raise ValueError(
+                "completion_only_loss=False: the teacher is compared on completions only;"
+                " SFTTrainer trains on prompts too"
             )
         if self.max_token_length is not None and "max_length" in self.changed():
             raise ValueError("max_length and max_token_length say the same: set one of them")
@@ -440,9 +454,11 @@ class SFTConfig(RowsConfig):
     dataset_text_field: str = "text"
     """The column of whole texts."""
     assistant_only_loss: bool | None = None
-    """None, True: of `messages` only the assistant's are trained on. False, TRL's default,
-    is refused with
-    `messages`: rows with `text` are trained on as a whole."""
+    """None, True: of `messages` only the assistant's are trained on; False, TRL's default: all
+    turns are."""
+    completion_only_loss: bool | None = None
+    """None, True: of `prompt` and `completion` only the completion is trained on; False: the
+    prompt too."""
     chat_template_path: str | None = None
     """A file with a chat template."""
     shuffle_dataset: bool = False
@@ -450,6 +466,31 @@ class SFTConfig(RowsConfig):
     epoch, as in TRL."""
     loss_type: Literal["nll", "chunked_nll", "dft"] = "nll"
     """The negative log-likelihood (both names are the same here), or DFT's."""
+
+    @model_validator(mode="after")
+    def _of_sft(self) -> "SFTConfig":
+        if self.assistant_only_loss and self.completion_only_loss is False:
+            raise ValueError(
+                "assistant_only_loss=True and completion_only_loss=False contradict each other:"
+                " set one of them"
+            )
+        return self
+
+    def learns_prompts(self, rows: Iterable[Mapping[str, Any]]) -> bool:
+        """Return whether all tokens of these rows are trained on. Raises ConfigError: of some of
+        them, which no run does."""
+        wanted = {
+            (self.completion_only_loss if row.get("messages") is None else self.assistant_only_loss)
+            is False
+            for row in rows
+            if row.get("text") is None
+        }
+        if len(wanted) > 1:
+            raise ConfigError(
+                "SFTConfig: train_dataset has `messages` and `prompt` with `completion`:"
+                " assistant_only_loss and completion_only_loss have to be the same"
+            )
+        return True in wanted
 
 
 class DPOConfig(RowsConfig):

@@ -110,6 +110,7 @@ HOW: Mapping[str, str] = {
     "load_best_model_at_end": "`trainer.save_model` writes `best`, not `final`",
     "gradient_checkpointing": "`rl_training.blocks_per_eval`: automatic for True, 0 for False",
     "router_aux_loss_coef": "None and 0: no loss of the router; None warns where TRL adds one",
+    "neftune_noise_alpha": "`rl_training.preference.neftune_alpha` (SFT)",
     "report_to": "`logging.trackers`",
     "disable_tqdm": '`logging.level = "warning"`, and no display',
     "model_init_kwargs": "`model.dtype`, `model.revision`, `model.trust_remote_code`",
@@ -151,7 +152,8 @@ HOW: Mapping[str, str] = {
     "log_completions": "`logging.sample_every` = logging_steps",
     "max_length": '`data.max_length`, with `data.too_long = "skip"`; GKD:'
     " `rl_training.atropos.max_token_length`",
-    "assistant_only_loss": "always so",
+    "assistant_only_loss": "`data.learn_prompts`, of `messages` (SFT)",
+    "completion_only_loss": "`data.learn_prompts`, of `prompt` and `completion` (SFT)",
     "dataset_text_field": "the column is renamed to `text` (SFT)",
     "teacher_model_name_or_path": "`rl_training.distillation.teachers`, a `path` of `kind ="
     ' "model"`; GKD without one: `kind = "base"`',
@@ -622,6 +624,9 @@ def _add_rows(
         training["preference"]["kto_loss"] = args.loss_type
     if isinstance(args, SFTConfig):
         training["preference"] = {"sft_loss": "dft" if args.loss_type == "dft" else "nll"}
+        if args.neftune_noise_alpha:
+            training["preference"]["neftune_alpha"] = args.neftune_noise_alpha
+        rows["learn_prompts"] = args.learns_prompts(train.rows)
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds

@@ -389,15 +389,6 @@ class SFTTrainer(TRLTrainer):
         assert isinstance(self.args, SFTConfig)
         column, formatting = self.args.dataset_text_field, self._formatting
         rows = read_rows(train, "train_dataset", text_field=column, formatting=formatting)
-        if self.args.assistant_only_loss is False and any(
-            row.get("messages") is not None for row in rows.rows
-        ):
-            raise ConfigError(
-                "SFTConfig(assistant_only_loss=False): of `messages` only what the assistant says"
-                " is trained on here;"
-                " to train on all turns, render each conversation into a column `text`"
-                " (formatting_func does it)"
-            )
         if evaluated is None:
             return rows, None
         return rows, read_rows(evaluated, "eval_dataset", text_field=column, formatting=formatting)

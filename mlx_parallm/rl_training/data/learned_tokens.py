@@ -5,7 +5,7 @@ The prompt is rendered and tokenised alone, as the server does it, and the compl
 the tokens that it has there. A completion ends with the turn's end token, as a sampled one does;
 the template's text behind it (a line end, the next turn) is not trained on. If the
 template closes a turn with no end token, one is put there: without it the model would learn never
-to stop.
+to stop. With `data.learn_prompts` all in front of the last answer is trained on too.
 
 A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end)
 gives each such turn its own sequence, in the context that it would be sampled in. A preference
@@ -93,7 +93,6 @@ def encode_all(
     plain = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
     units, skipped, first = [], 0, ""
     for example in examples:
-        of_tokenizer = config.end_token == "tokenizer"
         render = partial(plain, tools=list(example.tools)) if example.tools else plain
         if form == "scored":
             sides = [
@@ -102,9 +101,10 @@ def encode_all(
             ]
         else:
             sides = [
-                _encode(example, text, tokenizer, render, of_tokenizer=of_tokenizer)
-                for text in example.completions
+                _encode(example, text, tokenizer, render, config) for text in example.completions
             ]
+        if config.learn_prompts:
+            _refuse_prompts(sides[0], example)
         if form != "segments" and any(len(side) > 1 for side in sides):
             raise ConfigError(
                 f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a"
@@ -173,8 +173,23 @@ def _scored(
     return Encoded(np.array([*tokens, tokens[-1]], np.int32), places == len(tokens))
 
 
+def _refuse_prompts(sequences: Sequence[Encoded], example: Example) -> None:
+    """Raises ConfigError: the prompts of an example are no tokens that could be learned once."""
+    if len(sequences) > 1:
+        why = "the chat template rewrites earlier turns, so prompts are in several sequences"
+    elif any(sequences[0].carried.values()):
+        why = "the prompt has images, which are no tokens that could be predicted"
+    else:
+        return
+    raise ConfigError(f"{SECTION}: {example.where}: {why}: set data.learn_prompts = false")
+
+
 def _encode(
-    example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any, *, of_tokenizer: bool
+    example: Example,
+    completion: Text,
+    tokenizer: ChatTokenizer,
+    render: Any,
+    config: DataConfig,
 ) -> list[Encoded]:
     if isinstance(completion, str):
         assert isinstance(example.prompt, str)
@@ -187,14 +202,12 @@ def _encode(
         end = (
             []
             if answer and answer[-1] in tokenizer.eos_token_ids
-            else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)
+            else _end_token(tokenizer, example, config)
         )
-        return [_joined([(prompt, False), (answer + end, True)], example, {})]
+        return [_joined([(prompt, config.learn_prompts), (answer + end, True)], example, {})]
     assert not isinstance(example.prompt, str)
     try:
-        return _turns(
-            example, example.prompt, completion, tokenizer, render, of_tokenizer=of_tokenizer
-        )
+        return _turns(example, example.prompt, completion, tokenizer, render, config)
     except RequestError as error:
         raise ConfigError(f"{SECTION}: {example.where}: {error}") from error
 
@@ -205,8 +218,7 @@ def _turns(
     completion: Sequence[Mapping[str, Any]],
     tokenizer: ChatTokenizer,
     render: Any,
-    *,
-    of_tokenizer: bool,
+    config: DataConfig,
 ) -> list[Encoded]:
     """Every assistant turn of the completion. One sequence, or more if the template rewrites
     history."""
@@ -228,11 +240,12 @@ def _turns(
                 " model.chat_template_kwargs, may"
             )
         answer, closed = without_tail(after[len(before) :], tokenizer)
-        closing = [] if closed else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)
+        closing = [] if closed else _end_token(tokenizer, example, config)
         if shown is not None and before.startswith(shown):
-            sequences[-1].append((encode(shown, before[len(shown) :]), False))
+            between = encode(shown, before[len(shown) :])
+            sequences[-1].append((between, config.learn_prompts))
         else:
-            sequences.append([(encode("", before), False)])
+            sequences.append([(encode("", before), config.learn_prompts)])
             carried.append({})
         carried[-1] = stored_in(messages[:number])
         sequences[-1].append(
@@ -245,12 +258,12 @@ def _turns(
     return [_joined(spans, example, fields) for spans, fields in learned or both]
 
 
-def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool) -> list[int]:
+def _end_token(tokenizer: ChatTokenizer, example: Example, config: DataConfig) -> list[int]:
     if not tokenizer.eos_token_ids:
         raise ConfigError(
             f"{SECTION}: {example.where}: this model has no end token to close a text with"
         )
-    if of_tokenizer and tokenizer.eos_token_id is not None:
+    if config.end_token == "tokenizer" and tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
     # if there are several, a document's end token comes before those of turns
     return [min(tokenizer.eos_token_ids)]

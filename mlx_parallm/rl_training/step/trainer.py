@@ -31,7 +31,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -44,6 +44,8 @@ from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blocks_per_eval import blocks_of
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.embedding_noise import EmbeddingNoise
+from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
@@ -149,6 +151,8 @@ class Trainer:
         )
         for companion in self._carried:
             companion.attach(self.model)
+        alpha = options.preference.neftune_alpha if algorithm.on_data else 0.0
+        self._noise = EmbeddingNoise(policy.model, alpha) if alpha else None
         self._between_blocks = between_blocks
         for layer in layers_by_token(policy.model):
             reason = "its recurrence has no chunks here: its graph visits one token after another"
@@ -477,7 +481,7 @@ class Trainer:
                 replay=True,
             )
             # companions first: what sees has no dropout, so its gradient is that of these features
-            with self.seeing(micro_batch), self._dropout(micro_batch):
+            with self.seeing(micro_batch), self._perturbed(mini_batch, micro_batch, tokens):
                 value, (*extras, logprobs, entropy), self.gradients = self._proof.learned(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
@@ -523,14 +527,22 @@ class Trainer:
             mx.eval(self.gradients[slot])
             self._between_blocks()
 
-    def _dropout(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """The adapter's dropout, in training on rows of a file: another one in each update and
-        for each micro-batch."""
+    @contextmanager
+    def _perturbed(
+        self, mini_batch: MiniBatch, micro_batch: MicroBatch, tokens: TokenBatch
+    ) -> Iterator[None]:
+        """The adapter's dropout and the embeddings' noise, in training on rows of a file: other
+        ones in each update, dropout also for each micro-batch."""
         if not self.algorithm.on_data:
-            return nullcontext()
-        return self.policy.dropout.drawn_from(
-            [self.options.seed, self.optimizer.updates, *micro_batch.rows]
-        )
+            yield
+            return
+        seed, rows = [self.options.seed, self.optimizer.updates], micro_batch.rows
+        lengths = [len(mini_batch.batch[row].rollout.tokens) for row in rows]
+        with (
+            self.policy.dropout.drawn_from([*seed, *rows]),
+            self._noise.drawn_from(seed, tokens, rows, lengths) if self._noise else nullcontext(),
+        ):
+            yield
 
     @contextmanager
     def seeing(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -619,13 +631,14 @@ class Trainer:
             sequences = companion.admit(sequences)
         chosen = [sequences[row] for row in rows]
         plain = any(companion.wants_rows(chosen) for companion in self._carried)
+        shares = not plain and self._noise is None  # noise is each token's own
         return collate(
             sequences,
             rows,
             token_budget=budget or self._budget.tokens,
             together=together or self.algorithm.rows_per_example,
-            share_prompts=self.model.shares_prompts and not plain,
-            merging=self.model.merges_rows and not plain,
+            share_prompts=self.model.shares_prompts and shares,
+            merging=self.model.merges_rows and shares,
             packing=self.options.packing and self.model.packs_rows and not plain,
             companions=self._carried,
         )

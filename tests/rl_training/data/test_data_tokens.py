@@ -94,6 +94,25 @@ def test_of_a_conversation_every_answer_is_learned_and_nothing_else() -> None:
     assert learned[whole.index("4$") :].startswith("4$")
 
 
+def test_prompts_are_learned_where_that_is_set() -> None:
+    """All but an answer of weight 0. A conversation that the template makes several sequences of
+    is an error."""
+    skipped = {**ANSWER, "weight": 0}
+    for turns, of_chat in (
+        ((USER, ANSWER, MORE, SECOND), "u:2+2?$\na:4$\nu:and 3+3?$\na:six$"),
+        ((USER, skipped, MORE, SECOND), "u:2+2?$\na:..\nu:and 3+3?$\na:six$"),
+    ):
+        example = Example("x:1", (), (turns,), "k")
+        [unit] = encode(Characters(), example, segments=True, learn_prompts=True)
+        assert texts(unit.sequences[0])[1] == of_chat
+    [unit] = encode(Characters(), Example("x:1", "2+2", ("=4",), "k"), learn_prompts=True)
+    assert texts(unit.sequences[0])[1] == "^2+2=4$"
+    thought = {"role": "assistant", "content": "<think>hm</think>4"}
+    rewritten = Example("rows.jsonl:7", (), ((USER, thought, MORE, SECOND),), "k")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:7: .* learn_prompts"):
+        encode(Characters(forgets_thoughts=True), rewritten, segments=True, learn_prompts=True)
+
+
 def test_an_end_is_learned_also_where_the_template_has_none() -> None:
     """A trailing line end is the template's; the turn after an end that it does not show is a
     sequence of its own."""
