@@ -503,7 +503,8 @@ class DPOConfig(RowsConfig):
     loss_type: str | tuple[str, ...] = "sigmoid"
     """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft"; or a list of them, which are added
-    up. "aot" and "aot_unpaired" there are not."""
+    up. "aot" and "aot_unpaired" are refused: they sort the log-ratios of a whole batch against
+    each other, which no cut into micro-batches computes."""
     loss_weights: tuple[float, ...] | None = None
     """The weight of each loss of a list; default: 1 each."""
     label_smoothing: float = Field(PreferenceConfig().label_smoothing, ge=0, lt=0.5)

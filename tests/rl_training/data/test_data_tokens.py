@@ -109,7 +109,7 @@ def test_prompts_are_learned_where_that_is_set() -> None:
     assert texts(unit.sequences[0])[1] == "^2+2=4$"
     thought = {"role": "assistant", "content": "<think>hm</think>4"}
     rewritten = Example("rows.jsonl:7", (), ((USER, thought, MORE, SECOND),), "k")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:7: .* learn_prompts"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:7: .* data\.learn_prompts"):
         encode(Characters(forgets_thoughts=True), rewritten, segments=True, learn_prompts=True)
 
 
