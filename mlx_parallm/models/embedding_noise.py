@@ -50,7 +50,7 @@ class EmbeddingNoise:
 
         Raises ModelError: no embedding was computed.
         """
-        count, span = batch.inputs.shape
+        span = batch.inputs.shape[1]
         named = zip(rows, lengths, strict=True)
         drawn = [self._noise([*seed, row], length) for row, length in named]
         padded = mx.stack(
