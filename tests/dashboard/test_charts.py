@@ -19,3 +19,10 @@ def test_every_curve_is_a_metric() -> None:
     assert [
         c for c in curves if c not in metrics.KEYS and not re.search(rf"[`\"]{c}[`\"]", described)
     ] == []
+
+
+def test_the_curves_of_a_judge_are_those_that_a_judge_logs() -> None:
+    text = (PAGES / "overview.js").read_text()
+    kinds = re.findall(r'"(\w+)"', text.partition("const JUDGED = [")[2].partition("]")[0])
+    logged = (PACKAGE / "rewards" / "group_judge.py").read_text()
+    assert kinds and all(f'numbers["{kind}"] =' in logged for kind in kinds)

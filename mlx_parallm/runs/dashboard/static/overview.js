@@ -34,8 +34,11 @@ const CHARTS = [
   { title: "Learning rate", keys: { learning_rate: "rate" } },
 ];
 
+/** Of each judge of groups: whether it can be trusted. */
+const JUDGED = ["order_agreement", "length_correlation", "score_spread"].map((kind) => `/${kind}/mean`);
 /** What the page asks for: the numbers of the first chart and of the answers, and those of the charts. */
 export const KEYS = [
+  ...JUDGED.map((end) => `metrics/*${end}`),
   "headline", "reward_std", "reward_p25", "reward_p75", "reward_max", "reward_by_environment/*", "rewards/*/mean", "heldout_score",
   ...CHARTS.flatMap(({ keys }) => Object.keys(keys ?? {})),
 ];
@@ -96,9 +99,11 @@ function curvesOf({ metrics, evaluations, title, smooth, theme, pick }) {
   }
   const named = (prefix, end = "") => Object.keys(columns).filter((key) => key.startsWith(prefix) && key.endsWith(end))
     .map((key) => line(key, key.slice(prefix.length, key.length - end.length))).filter(Boolean);
+  const judges = JUDGED.flatMap((end) => named("metrics/", end).map((each) => ({ ...each, label: `${each.label} ${end.split("/")[1].replace("_", " ")}` })));
   return {
     learning: html`${chart(`${title} by environment`, named("reward_by_environment/"))}
       ${chart("Parts of the reward", named("rewards/", "/mean"))}
+      ${chart("Judges of groups", judges, { note: "agreement in two orders, correlation with length, spread of the scores" })}
       ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
       ${chart("Held-out score", [line("heldout_score", "score")].filter(Boolean))}`,
     sections: sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
