@@ -45,6 +45,7 @@ from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, TraceError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
+from mlx_parallm.execution.prompt_images import kinds_read
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.faces.trl.dataset_argument import read_rows
 from mlx_parallm.models.loading import load_tokenizer
@@ -452,7 +453,7 @@ class Trip:
         deps = ServerDeps(state, ServerConfig())
         self.app = create_app(deps)
         self.context = SimpleNamespace(
-            engine=engine, tokenizer=tokenizer, deps=deps, image_reader=None
+            engine=engine, tokenizer=tokenizer, deps=deps, image_reader=None, shown=kinds_read(None)
         )
         client: Any = SimpleNamespace(max_model_len=ROOM)
         self.policy = EpisodePolicy(client, tokenizer, 1.0, ROOM, template_kwargs={})
