@@ -38,11 +38,9 @@ from mlx_parallm.engine.live_requests import (
     own_failure,
 )
 from mlx_parallm.engine.parts import EngineOptions, PresentWeights, room_of
-from mlx_parallm.engine.prefix_disk.arrivals import PrefixArrivals
 from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
-from mlx_parallm.engine.prefix_disk.files import BLOCK
+from mlx_parallm.engine.prefix_disk.of_engine import DiskPrefixes
 from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
-from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.scheduling.scheduler import Scheduler
 from mlx_parallm.engine.scoring import NOT_FINITE, Score, ScoreQueue, Scorer
 from mlx_parallm.engine.sequence import Sequence
@@ -60,7 +58,6 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
 log = get_logger(__name__)
-READING_WAIT_S = 0.005  # for a prefix on disk, where there is nothing else to do
 SHRINK_STEPS = 512  # room of rows that have left is given back this often
 
 
@@ -117,12 +114,7 @@ class Engine:
             ends_thinking=bool(tokenizer.think_markers and tokenizer.think_markers[1]),
         )
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
-        self.arrivals: PrefixArrivals | None = None
-        if prefix_disk is not None:
-            self.arrivals = PrefixArrivals(prefix_disk, room.prefix_cache, weights)
-            room.block = BLOCK
-        self._saves: list[PrefixSave] = []  # of the step under way
-        self._computed_tokens, self._computing_seconds = 0, 0.0  # of steps that read prompts
+        self.on_disk = DiskPrefixes(prefix_disk, room, weights)
         self.weights = weights
         forward = ForwardContext(model, lora, self.companions)
         self._runner = ModelRunner(
@@ -166,8 +158,7 @@ class Engine:
         """True when there is something to compute or an event to deliver."""
         if self._live.has_events or self._ahead is not None:
             return True
-        busy = self.scheduler.has_work or self._scoring or bool(self.arrivals)
-        return not self.frozen and busy
+        return not self.frozen and (self.scheduler.has_work or self._scoring or bool(self.on_disk))
 
     @property
     def frozen(self) -> bool:
@@ -178,26 +169,6 @@ class Engine:
     def idle(self) -> bool:
         """True when nothing runs; requests may wait while admission is paused."""
         return not self.scheduler.active and not self._scoring
-
-    @property
-    def waiting(self) -> int:
-        """The number of choices that have no row."""
-        reading = 0 if self.arrivals is None else self.arrivals.choices
-        return len(self.scheduler.waiting) + reading
-
-    @property
-    def disk_hit_tokens(self) -> int:
-        """Tokens of prompts that were read from disk."""
-        return 0 if self.arrivals is None else self.arrivals.hit_tokens
-
-    @property
-    def disk_seconds_saved(self) -> float:
-        """The seconds that computing them would have taken, by the prompts computed so far, less
-        those of reading."""
-        if self.arrivals is None or not self._computed_tokens:
-            return 0.0
-        each = self._computing_seconds / self._computed_tokens
-        return self.arrivals.hit_tokens * each - self.arrivals.read_seconds
 
     def holds(self, request_id: str) -> bool:
         """Whether such a request has not ended."""
@@ -216,7 +187,10 @@ class Engine:
         """
         self.scheduler.room.beside = self.scores.positions
         self._lap()
-        self._take_arrivals()
+        idle = not (
+            self.scheduler.has_work or self._scoring or self._ahead or self._live.has_events
+        )
+        self.scheduler.add(self.on_disk.arrived(idle=idle))
         launched, self._ahead = self._ahead or self._launch(), None
         following = self._launch_after(launched) if ahead else None
         self._read(launched)
@@ -229,14 +203,6 @@ class Engine:
         self._lap("read")
         return events
 
-    def _take_arrivals(self) -> None:
-        """Queue the requests whose prefix has been read from disk."""
-        if not self.arrivals:
-            return
-        if not (self.scheduler.has_work or self._scoring or self._ahead or self._live.has_events):
-            self.arrivals.wait(READING_WAIT_S)
-        self.scheduler.add(self.arrivals.arrived())
-
     def _launch(self) -> LaunchedStep:
         """Build and start the next step: a likely draft of the only row, else all rows."""
         if self._draft_row.prepare(self._draftable_rows):
@@ -247,8 +213,7 @@ class Engine:
                 self._present.note(view)
             plan = self.scheduler.schedule(self._present.of, self._present.version)
             self._runner.move_rows(plan)
-            if self.arrivals is not None:
-                self._saves = [*plan.saves, *(each.save for each in plan.prefill if each.save)]
+            self.on_disk.note(plan)
             build = partial(self._runner.launch, plan)
         self._lap("schedule")
         with self.weights.read() as view:
@@ -312,8 +277,6 @@ class Engine:
         took = self._lap("compute")
         if launched.prompt_tokens:
             self._pace.observe(launched.prompt_tokens, 1000 * took)
-            self._computed_tokens += launched.prompt_tokens
-            self._computing_seconds += took
             self._take_pace()
         if isinstance(launched, DraftStep):
             self._draft_row.take(launched, tokens, self._take_token)
@@ -323,9 +286,7 @@ class Engine:
             for sampled in tokens:
                 self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens
-        if self.arrivals is not None and self._saves:
-            self.arrivals.keep(self._saves)
-            self._saves = []
+        self.on_disk.keep(launched.prompt_tokens, took)
         self._lap("read")
 
     def add(self, request: Request) -> None:
@@ -345,7 +306,7 @@ class Engine:
             for sequence in sequences:
                 sequence.finish("length")
                 self._live.retire(sequence)
-        elif self.arrivals is None or scoring or not self.arrivals.begin(sequences):
+        elif scoring or not self.on_disk.begin(sequences):
             self.scheduler.add(sequences)
 
     def abort(self, request_id: str) -> None:
@@ -403,7 +364,8 @@ class Engine:
 
     def _forget_rows(self) -> list[Sequence]:
         """Drop keys, values and the step under way; return the unfinished sequences."""
-        self._ahead, self._saves = None, []
+        self._ahead = None
+        self.on_disk.forget()
         self._draft_row.forget()
         lost = self.scheduler.forget_rows()
         self._runner.reset()
@@ -418,13 +380,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Drops all prefixes but those of running rows, on disk too."""
         self.scheduler.forget_prefixes()
-        if self.arrivals is not None:
-            self.arrivals.disk.clear()
-
-    def close(self) -> None:
-        """End what works beside the engine's thread."""
-        if self.arrivals is not None:
-            self.arrivals.disk.close()
+        self.on_disk.clear()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""
@@ -460,9 +416,7 @@ class Engine:
         self.cache.check_integrity([s.cached for s in rows])
         self.scheduler.room.prefix_cache.check_integrity()
         unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
-        queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
-        for arrival in self.arrivals.waiting if self.arrivals else ():
-            queued |= {id(s) for s in arrival.choices if not s.finished}
+        queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active, *self.on_disk]}
         assert unfinished == queued, "a sequence is lost or left over"
 
     def _adapter_slot(self, adapter: str | None) -> AdapterSlot | None:

@@ -129,20 +129,16 @@ class EngineThread:
             alive=alive,
             ready=alive and not self._stopping,
             last_step_time=self._last_turn,
-            waiting=sum(each.waiting for each in lanes),
+            waiting=sum(len([*each.scheduler.waiting, *each.on_disk]) for each in lanes),
             policy_version=engine.weights.version,
             error=self._error,
             prefix_cache_query_tokens=sum(cache.query_tokens for cache in prefix_caches),
             prefix_cache_hit_tokens=sum(cache.hit_tokens for cache in prefix_caches),
             holders=tuple(engine.holders),
-            prefix_disk_hit_tokens=sum(each.disk_hit_tokens for each in lanes),
-            prefix_disk_seconds_saved=sum(each.disk_seconds_saved for each in lanes),
-            prefix_disk_used_bytes=0
-            if engine.arrivals is None
-            else engine.arrivals.disk.files.bytes,
-            prefix_disk_corrupt_files=0
-            if engine.arrivals is None
-            else engine.arrivals.disk.files.corrupt,
+            prefix_disk_hit_tokens=sum(each.on_disk.hit_tokens for each in lanes),
+            prefix_disk_seconds_saved=sum(each.on_disk.seconds_saved for each in lanes),
+            prefix_disk_used_bytes=engine.on_disk.used_bytes,
+            prefix_disk_corrupt_files=engine.on_disk.corrupt_files,
             kv_layout=engine.cache.layout,
             **summed([each.counters for each in lanes]),
         )
@@ -170,7 +166,7 @@ class EngineThread:
                 self._build_error = error
         finally:
             for engine in self.lanes or ():
-                engine.close()
+                engine.on_disk.close()
             self._shut_down(reason)
             with suppress(RuntimeError):  # a fault that the device has stored
                 mx.synchronize()

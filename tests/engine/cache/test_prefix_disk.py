@@ -57,8 +57,8 @@ def answer(
     """A greedy answer; all that it leaves is on disk then."""
     asked = request("a", prompt, adapter=adapter, max_tokens=6, temperature=0.0, ignore_eos=True)
     [done] = run(served.engine, [replace(asked, cache_salt=salt)])["a"].completions
-    if served.engine.arrivals is not None:
-        served.engine.arrivals.disk.settle()
+    if served.engine.on_disk.arrivals is not None:
+        served.engine.on_disk.arrivals.disk.settle()
     return done
 
 
@@ -99,7 +99,7 @@ def test_a_new_process_computes_one_block_at_most_and_answers_alike(kind, tmp_pa
         wanted = answer(serve(make(), **options), prompt)
         first = started(tmp_path, make(), **on_disk)
         assert answer(first, prompt).token_ids == wanted.token_ids
-        assert first.engine.disk_hit_tokens == 0
+        assert first.engine.on_disk.hit_tokens == 0
         again = started(tmp_path, make(), **on_disk)
         done = answer(again, prompt)
         assert done.token_ids == wanted.token_ids
@@ -108,7 +108,7 @@ def test_a_new_process_computes_one_block_at_most_and_answers_alike(kind, tmp_pa
         answered = answer(in_memory, prompt)
         exact = answered.cached_tokens == 288  # no state of a recurrent layer lies just there
         np.testing.assert_allclose(done.logprobs, answered.logprobs, atol=1e-6 if exact else 1e-4)
-        assert again.engine.disk_hit_tokens == done.cached_tokens == 288
+        assert again.engine.on_disk.hit_tokens == done.cached_tokens == 288
         assert again.engine.counters.prefill_tokens == 12
         turn = [*prompt, *done.token_ids, 5, 6, 7]
         assert answer(again, turn).token_ids == answer(in_memory, turn).token_ids
@@ -121,13 +121,13 @@ def test_a_prompt_that_parts_reads_what_it_has_in_common_and_adds_its_own(tmp_pa
     before = len(files_of(tmp_path))
     served = started(tmp_path)
     done = answer(served, other)
-    assert done.cached_tokens == served.engine.disk_hit_tokens == 160
+    assert done.cached_tokens == served.engine.on_disk.hit_tokens == 160
     assert done.token_ids == answer(serve(qwen3_model()), other).token_ids
     assert len(files_of(tmp_path)) == before + (len(other) + 5) // BLOCK - 5
     third = started(tmp_path)
     answer(third, PROMPT)
     told = answer(third, other)  # memory holds the beginning, the disk the rest
-    assert third.engine.disk_hit_tokens == 288 + (250 // BLOCK * BLOCK - 170)
+    assert third.engine.on_disk.hit_tokens == 288 + (250 // BLOCK * BLOCK - 170)
     np.testing.assert_allclose(told.logprobs, done.logprobs, atol=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_many_texts_that_part_anywhere_are_read_as_they_were(tmp_path):
             done, wanted = answer(served, text), answer(plain, text)
             np.testing.assert_allclose(done.logprobs, wanted.logprobs, atol=1e-4)
             assert done.token_ids == wanted.token_ids, process
-        read += served.engine.disk_hit_tokens
+        read += served.engine.on_disk.hit_tokens
     assert read > 10 * BLOCK
 
 
@@ -199,7 +199,7 @@ def test_a_publish_while_a_prefix_is_read(tmp_path, monkeypatch):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
     served.engine.add(request("a", PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True))
-    served.engine.arrivals.wait(10)
+    served.engine.on_disk.arrivals.wait(10)
     trained = qwen3_model(seed=1)
     served.weights.publish_parameters(dict(tree_flatten(trained.parameters())))
     [done] = run(served.engine, [])["a"].completions
@@ -246,11 +246,11 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
 def test_a_damaged_block_is_computed_and_written_again(tmp_path):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
-    root = served.engine.arrivals._place_of(
+    root = served.engine.on_disk.arrivals._place_of(
         served.engine._maker.make(request("a", PROMPT), None)[0]
     ).root
     names = block_names(root, PROMPT)
-    path = served.engine.arrivals.disk.files._path(names[4])
+    path = served.engine.on_disk.arrivals.disk.files._path(names[4])
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     done = answer(served, PROMPT)
     assert done.cached_tokens == 4 * BLOCK
@@ -261,7 +261,7 @@ def test_a_damaged_block_is_computed_and_written_again(tmp_path):
 def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
     one = started(tmp_path)
     answer(one, PROMPT)
-    size = one.engine.arrivals.disk.files.bytes
+    size = one.engine.on_disk.arrivals.disk.files.bytes
     assert size == sum(-(-path.stat().st_size // 4096) * 4096 for path in files_of(tmp_path))
     others = [ragged_prompts(1, seed=seed, shortest=300, longest=300)[0] for seed in range(10, 16)]
     served = started(tmp_path, most=3 * size)
@@ -270,13 +270,13 @@ def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
         if number < 2:
             served.engine.scheduler.forget_prefixes()
             assert answer(served, PROMPT).cached_tokens >= 256, "it is used, so it stays"
-    assert served.engine.arrivals.disk.files.bytes <= 3 * size
+    assert served.engine.on_disk.arrivals.disk.files.bytes <= 3 * size
     assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 3 * size
     last = started(tmp_path, most=3 * size)
     assert answer(last, others[-1]).cached_tokens == 288
     assert answer(last, others[0]).cached_tokens < 288
     smaller = started(tmp_path, most=size)  # a new bound holds at once
-    assert smaller.engine.arrivals.disk.files.bytes <= size
+    assert smaller.engine.on_disk.arrivals.disk.files.bytes <= size
 
 
 def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monkeypatch):
@@ -291,7 +291,7 @@ def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monke
 
     monkeypatch.setattr(os, "open", full)
     assert answer(served, PROMPT).token_ids == wanted
-    files = served.engine.arrivals.disk.files
+    files = served.engine.on_disk.arrivals.disk.files
     assert files.refused == 1, "then it rests"
     assert not files_of(tmp_path)
     monkeypatch.setattr(os, "open", opened)
@@ -316,7 +316,7 @@ def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
     served.engine.reset_prefix_cache()
     shutil.rmtree(tmp_path)
     served.engine.reset_prefix_cache()
-    served.engine.arrivals.disk.files._rests_until = 0.0
+    served.engine.on_disk.arrivals.disk.files._rests_until = 0.0
     assert answer(served, PROMPT).token_ids == wanted and files_of(tmp_path)
     names = block_names("root", PROMPT)
     files = BlockFiles(tmp_path, 1 << 26)
@@ -335,10 +335,10 @@ def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatc
     served = started(tmp_path)
     served.engine.pause("somebody", freeze=True)
     served.engine.add(request("a", PROMPT, max_tokens=4))
-    [arrival] = served.engine.arrivals.waiting
+    [arrival] = served.engine.on_disk.arrivals.waiting
     while arrival.reading.parts.qsize() < disk_module.MOST_PARTS:
         assert not arrival.reading.ended.is_set()
-    served.engine.close()
+    served.engine.on_disk.close()
     assert arrival.reading.ended.is_set()
     assert arrival.reading.parts.qsize() == disk_module.MOST_PARTS < len(PROMPT) // BLOCK
 
@@ -347,7 +347,7 @@ def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "MOST_WAITING", 1000)
     served = started(tmp_path)
     answer(served, PROMPT)
-    assert served.engine.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
+    assert served.engine.on_disk.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
 
 
 def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
@@ -355,7 +355,7 @@ def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
     answer(served, PROMPT)
     served.engine.reset_prefix_cache()
     assert not files_of(tmp_path) and answer(served, PROMPT).cached_tokens == 0
-    disk = served.engine.arrivals.disk
+    disk = served.engine.on_disk.arrivals.disk
     many = [Raw("float32", np.zeros((1, 1, 6400, 8), np.float32))]
     disk.write("root", tuple(range(6400)), [disk_module.StoredPiece(0, 6400, many)], None)
     disk.clear()
@@ -367,10 +367,10 @@ def test_an_abort_while_it_reads_and_a_memory_that_is_too_small(tmp_path):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
     served.engine.add(request("gone", PROMPT, n=3, max_tokens=4))
-    assert served.engine.waiting == 3
+    assert len([*served.engine.on_disk]) == 3
     served.engine.abort("gone")
     run(served.engine, [])
-    assert served.engine.waiting == 0 and served.engine.disk_hit_tokens == 0
+    assert not served.engine.on_disk and served.engine.on_disk.hit_tokens == 0
     token = served.engine._token_bytes
     small = started(tmp_path, prefix_cache_bytes=100 * token)
     assert answer(small, PROMPT).token_ids == answer(serve(qwen3_model()), PROMPT).token_ids
@@ -381,7 +381,7 @@ def test_an_abort_while_it_reads_and_a_memory_that_is_too_small(tmp_path):
 def test_requests_with_one_beginning_arrive_together(tmp_path, monkeypatch):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
-    files, names = served.engine.arrivals.disk.files, []
+    files, names = served.engine.on_disk.arrivals.disk.files, []
     read = files.read
     monkeypatch.setattr(files, "read", lambda name: names.append(name) or read(name))
     requests = [
@@ -393,16 +393,16 @@ def test_requests_with_one_beginning_arrive_together(tmp_path, monkeypatch):
     for name, output in outputs.items():
         for mine, its in zip(output.completions, plain[name].completions, strict=True):
             assert mine.token_ids == its.token_ids
-    assert served.engine.disk_hit_tokens == 250 // BLOCK * BLOCK, "each block once"
+    assert served.engine.on_disk.hit_tokens == 250 // BLOCK * BLOCK, "each block once"
     assert len(names) == len({*names}) == 250 // BLOCK, "and read once"
-    assert served.engine.disk_seconds_saved != 0.0
+    assert served.engine.on_disk.seconds_saved != 0.0
 
 
 def test_requests_with_one_beginning_that_is_not_there_do_not_wait_for_each_other(tmp_path):
     served = started(tmp_path)
     for number in range(5):
         served.engine.add(request(f"{number}", [*PROMPT[:200], number], max_tokens=1))
-    arrivals = served.engine.arrivals
+    arrivals = served.engine.on_disk.arrivals
     arrivals.waiting[0].reading.ended.wait()
     assert len(arrivals.arrived()) == 5 and not arrivals
 
@@ -416,7 +416,7 @@ def test_a_reading_whose_request_is_aborted_is_taken_over(tmp_path):
     served.engine.abort("gone")
     found = run(served.engine, [])
     assert all(found[name].completions[0].cached_tokens >= 288 for name in names[1:])
-    assert served.engine.disk_hit_tokens == 288
+    assert served.engine.on_disk.hit_tokens == 288
 
 
 WRITER = """
