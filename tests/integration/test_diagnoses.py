@@ -117,8 +117,9 @@ def test_every_rule_is_provoked() -> None:
     # read in run.log, which a daemon alone writes: tests/rl_training/monitor/test_explain.py; of a
     # planner that delegates, which the tiny model does not: tests/orchestrator/test_environment.py
     # by a learned reward's own metric: tests/rl_training/evaluation/test_examiner.py; and by those
-    # of a judge: tests/rl_training/monitor/test_judge_signs.py
-    elsewhere = {"paused", "delegations-fail", "unlike-the-labels"}
+    # of a judge: tests/rl_training/monitor/test_judge_signs.py; of a teacher of another family:
+    # tests/rl_training/monitor/test_signs.py
+    elsewhere = {"paused", "delegations-fail", "unlike-the-labels", "teacher-misaligned"}
     elsewhere |= {name for name, *_ in JUDGE_RULES}
     assert {rule.name for rule in health.RULES} == diagnoses | elsewhere
 

@@ -287,8 +287,12 @@ class Trainings:
             process = psutil.Process(training.pid)
             # Its arguments name the training: the time of its beginning changes when a person sets
             # the clock.
-            same = str(self.directory / training.name / EXIT_CODE) in process.cmdline()
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            words = process.cmdline()
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            # for a moment of its start a process has no words: the system is replacing it
+            same = str(self.directory / training.name / EXIT_CODE) in (words or process.cmdline())
+            return process if same else None
         except psutil.Error:
             return None
 

@@ -335,23 +335,25 @@ def _count(calls: Sequence[Read]) -> int:
     return sum(len(arguments) for _, arguments, _ in calls)
 
 
-_QUOTED = re.compile(
-    r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+(["'])[^\\]*+""", re.DOTALL
-)
+# no possessive repeat: `re` of Python 3.11.2 loses matches where one fails inside an alternation
+_PIECE = re.compile(r"""[^"'\\]+|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
 
 
-_CLOSED = re.compile(r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+""", re.DOTALL)
+def _closed_end(text: str) -> int:
+    """Return the end of what stands outside of quotations, or in closed ones."""
+    end = 0
+    while (piece := _PIECE.match(text, end)) is not None:
+        end = piece.end()
+    return end
 
 
 def _first_escape(text: str) -> int:
     """Return the place of the first escape in the quotation in which a text ends; 0: none."""
-    closed = _CLOSED.match(text)
-    at = 0 if closed is None else closed.end()
-    return max(text.find("\\", at), 0)
+    return max(text.find("\\", _closed_end(text)), 0)
 
 
 def _open_quote(text: str) -> str | None:
     """The mark of the quotation in which a text ends; None: none, or one with an escape, which
     some templates do not mean as one."""
-    quoted = _QUOTED.fullmatch(text)
-    return None if quoted is None else quoted[1]
+    mark = text[_closed_end(text) :]
+    return mark[0] if mark[:1] in ('"', "'") and "\\" not in mark else None
