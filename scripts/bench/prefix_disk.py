@@ -24,12 +24,13 @@ import httpx
 
 from tests.soak.attack_target import PORT, Server
 
+WARM = [1] * 8  # a prompt that warms the server up
 OFF = "server.prefix_disk_bytes=0"
 
 
 @contextmanager
 def serving(model: str, folder: Path, *settings: str) -> Iterator[Server]:
-    command = ("mlx_parallm", "serve", "--model", model, "--port", PORT)
+    command = ("mlx_parallm", "serve", "--model-path", model, "--port", PORT)
     server = Server(folder, *settings, command=command)
     try:
         yield server
@@ -85,12 +86,12 @@ def main() -> None:
         for number in range(chosen.rounds):
             prompt = [draw.randrange(vocabulary) for _ in range(chosen.tokens)]
             with serving(chosen.model, folder, *disk) as server:
-                first_token(server, prompt[:8])
+                first_token(server, WARM)
                 computed, all_tokens = first_token(server, prompt)
-                first_token(server, prompt[:8])  # its blocks are written behind it
+                first_token(server, WARM)  # its blocks are written behind it
                 written = _settled(folder / "disk")
             with serving(chosen.model, folder, *disk) as server:
-                first_token(server, prompt[:8])
+                first_token(server, WARM)
                 read, left = first_token(server, prompt)
             ratios.append(read / computed)
             print(
