@@ -727,8 +727,8 @@ export interface components {
         /**
          * @description `id`: by which routes are asked about the run. `feedback`: it learns from chats, and
          *     /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
-         *     its answers' rewards. What follows `steps` is None if the run's configuration cannot be
-         *     read.
+         *     its answers' rewards. `ended`: the condition of rl_training.until that ended it.
+         *     What follows is None if the run's configuration cannot be read.
          */
         RunSummary: {
             id: number;
@@ -740,6 +740,7 @@ export interface components {
             rewards: boolean;
             feedback: boolean;
             steps: number;
+            ended: string | null;
             total_steps: number | null;
             model: string | null;
             algorithm: string | null;
