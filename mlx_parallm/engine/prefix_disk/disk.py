@@ -115,10 +115,16 @@ class PrefixDisk:
         held += [] if states is None else [raw for raw in states.arrays if raw is not None]
         size = sum(raw.values.nbytes for raw in held)
         with self._lock:
-            if self._waiting + size > MOST_WAITING:
+            drops, first = self._waiting + size > MOST_WAITING, not self.dropped_bytes
+            if drops:
                 self.dropped_bytes += size
-                return
-            self._waiting += size
+            else:
+                self._waiting += size
+        if drops and first:
+            reason = f"more than {MOST_WAITING >> 20} MiB wait to be written"
+            log.warning("prefixes_not_kept", reason=reason)
+        if drops:
+            return
         self._writer.submit(self._write, root, tokens, tuple(pieces), states, size, self._cleared)
 
     def clear(self) -> None:

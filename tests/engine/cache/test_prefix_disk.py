@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -345,8 +346,13 @@ def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatc
 
 def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "MOST_WAITING", 1000)
+    warnings = []
+    log = SimpleNamespace(warning=lambda event, **values: warnings.append(event))
+    monkeypatch.setattr(disk_module, "log", log)
     served = started(tmp_path)
     answer(served, PROMPT)
+    answer(served, PROMPT[1:])
+    assert warnings == ["prefixes_not_kept"], "it is said once"
     assert served.engine.on_disk.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
 
 
