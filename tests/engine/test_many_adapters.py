@@ -12,7 +12,8 @@ import pytest
 
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
-from mlx_parallm.models.adapters.served import STACK_LIFETIME, LoraContext, ServedLinear
+from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
+from mlx_parallm.models.adapters.stack import STACK_LIFETIME
 from mlx_parallm.models.lora import linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
 from tests.active_memory import active_memory
@@ -275,7 +276,7 @@ def test_archived_versions_are_read_once_and_forgotten_in_turn() -> None:
     assert served.weights.find("policy@7") is None and served.weights.find("other@1") is None
 
 
-def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -> None:
+def test_a_publish_copies_nothing_with_one_adapter_and_its_entry_with_several() -> None:
     context = LoraContext()
     size, rank = 1024, 16
 
@@ -287,27 +288,32 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
         mx.eval([(pair.a, pair.b) for pair in made.values()])
         return made
 
+    def evaluated() -> None:
+        groups = context.stack.groups
+        mx.eval([(group.a.array, group.b[path].array) for path, group in groups.items()])
+
     one = 8 * 2 * size * rank * 4
     slots = [slot(str(i), layers(float(i))) for i in range(6)]
     context.activate([slots[0]] * 3)
-    assert context.pairs is slots[0].weights.layers
+    assert context.pairs is slots[0].weights.layers and not context.stack.groups
     context.activate([*slots, None])
-    stacked = context.stacked
-    mx.eval(list(stacked.values()))
-    assert [array[:, 0, 0].tolist() for array in stacked["3"]] == [
-        [0, 1, 2, 3, 4, 5, 0],
-        [0, 2, 4, 6, 8, 10, 0],
+    evaluated()
+    groups = context.stack.groups
+    held = [groups["3"].a, groups["3"].b["3"]]
+    assert [each.array[:, 0, 0].tolist() for each in held] == [
+        [0, 0, 1, 2, 3, 4, 5],
+        [0, 0, 2, 4, 6, 8, 10],
     ]
     slots[2].weights = AdapterWeights("2", 1, layers(7.0))
     before = active_memory()
     mx.reset_peak_memory()
     context.activate([*slots, None])
-    mx.eval(list(context.stacked.values()))
-    assert context.stacked is stacked and stacked["3"][1][2, 0, 0].item() == 14.0
+    evaluated()
+    assert context.stack.groups is groups and held[1].array[3, 0, 0].item() == 14.0
     assert active_memory() <= before + 4096 and mx.get_peak_memory() <= before + one
     context.activate([slots[1], slots[3], slots[4]])
-    assert context.stacked is stacked, "adapters that have left may come again"
+    assert context.stack.groups is groups, "adapters that have left may come again"
     for _ in range(STACK_LIFETIME + 1):
-        context.activate([slots[0], None])
-    del stacked
+        context.activate([slots[0]])
+    del groups, held
     assert active_memory() <= before - 6 * one, "a stack that no row uses is dropped"

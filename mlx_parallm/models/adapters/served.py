@@ -4,16 +4,17 @@ merged.
     LoraContext.activate   engine thread, under the weights' read lock: which row uses which adapter
     ServedLinear           every linear layer of the tree; adds the context's adapters
     ServedSwitchLinear     every stack of experts, likewise; rows are known by the order of tokens
-    AdapterStack           several adapters in one array a layer, for as long as rows use them
-                           together
 
-One adapter is used as it was published: y + scale · (xA)B, no copy, and with DoRA times each
-output's `gain` (dora.py). Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm`
-multiplies each row with its own, so a row's sums hold nothing of other rows' adapters: their NaN
-stays with them. Measured on CPU (docs/benchmarks/serving.md), that beats a product per adapter and
-all adapters side by side. A decode step on the CPU takes xA row by row for one adapter too: MKL
-splits so narrow a product among its threads, by the arrays' alignment, and then waits for them
-(0.09 ms a layer instead of 0.02).
+One adapter that all rows use is used as it was published: y + scale · (xA)B, no copy, and with DoRA
+times each output's `gain` (dora.py). Rows with several, or of which some have none, use the copies
+of a stack (stack.py): `gather_mm` multiplies each row with its own, so a row's sums hold nothing of
+other rows' adapters: their NaN stays with them. Measured on CPU (docs/benchmarks/serving.md), that
+beats a product per adapter and all adapters side by side. A decode step of several rows on the CPU
+takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by the
+arrays' alignment, and then waits for them (0.09 ms a layer instead of 0.02).
+
+Layers that read one array are a group: the first of them computes xA for all, and they share it
+while they are given the very same object. Which these are is seen in the first forward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,85 +23,38 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
+from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, Rows
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
 from mlx_parallm.system.device.traits import multiplies_rows_alone
 
-MAX_STACKS = 2  # decoding rows and a prefill may mix different adapters
-STACK_LIFETIME = 64  # forwards after which a stack that no row has used is dropped
 
+class _Reduced:
+    """xA of a group of layers, of one x [B, ..., in]."""
 
-class AdapterStack:
-    """Stacked copies of several adapters; the last entry is zero, for rows without an adapter. An
-    adapter that changes overwrites its own entry only.
+    def __init__(self, x: mx.array, group: LayerGroup, rows: Rows) -> None:
+        self.x, self.group = x, group
+        self.left = len(group.paths)
+        self._rows = rows
+        self._updates: dict[str, mx.array] = {}
+        count = len(rows.entries)
+        # Architectures that flatten or split the positions: rows come first all the same.
+        flat = x if x.ndim == 3 and x.shape[0] == count else x.reshape(count, -1, x.shape[-1])
+        places = rows.of_inputs(self.left)
+        self._h = mx.gather_mm(flat.astype(mx.float32), group.a.array.swapaxes(1, 2), *places)
 
-    `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the
-    path's largest rank, and missing parts of an adapter are zero. A lies transposed: a row's
-    product with it is a quarter faster. Of stacked experts A [S + 1, experts, in, r], and B [S + 1,
-    experts, r, out].
-    `gains`: path → [S + 1, out] of DoRA adapters; 1 for the others, which changes no bit
-    of their rows.
-    """
-
-    def __init__(self, slots: Sequence[AdapterSlot]) -> None:
-        self.indices = {slot: index for index, slot in enumerate(slots)}
-        self.arrays: dict[str, tuple[mx.array, mx.array]] = {}
-        self.gains: dict[str, mx.array] = {}
-        self.used = 0
-        self._copied: list[AdapterWeights] = []
-
-    def refresh(self) -> None:
-        """Read the slots anew. Builds a graph, evaluates nothing."""
-        present = [slot.weights for slot in self.indices]
-        changed = [
-            index
-            for index, weights in enumerate(present)
-            if not self._copied or self._copied[index] is not weights
-        ]
-        if any(
-            not self._copied or _shapes(self._copied[index]) != _shapes(present[index])
-            for index in changed
-        ):
-            self._build(present)
-        else:
-            for index in changed:
-                for path, pair in present[index].layers.items():
-                    self._write(path, index, pair)
-        self._copied = present
-
-    def _build(self, adapters: Sequence[AdapterWeights]) -> None:
-        count = len(adapters) + 1
-        self.arrays, self.gains = {}, {}
-        for path in dict.fromkeys(path for adapter in adapters for path in adapter.layers):
-            pairs = {
-                index: adapter.layers[path]
-                for index, adapter in enumerate(adapters)
-                if path in adapter.layers
-            }
-            rank = max(pair.a.shape[-1] for pair in pairs.values())
-            first = next(iter(pairs.values()))
-            *experts, inputs, _ = first.a.shape
-            a = mx.zeros((count, *experts, *((inputs, rank) if experts else (rank, inputs))))
-            self.arrays[path] = a, mx.zeros((count, *experts, rank, first.b.shape[-1]))
-            if any(pair.gain is not None for pair in pairs.values()):
-                self.gains[path] = mx.ones((count, first.b.shape[1]), mx.float32)
-            for index, pair in pairs.items():
-                self._write(path, index, pair)
-
-    def _write(self, path: str, index: int, pair: LoraPair) -> None:
-        """MLX writes in place: nothing else holds the arrays once the last step has been
-        evaluated."""
-        a, b = self.arrays[path]
-        rank = pair.a.shape[-1]
-        if pair.a.ndim > 2:
-            a[index, :, :, :rank] = pair.a
-            b[index, :, :rank] = pair.b * pair.scale
-            return
-        a[index, :rank] = pair.a.T
-        b[index, :rank] = pair.b * pair.scale
-        if pair.gain is not None:
-            self.gains[path][index] = pair.gain
+    def update_of(self, path: str) -> mx.array:
+        """Return what is added to a layer's y, [B, T, out] float32."""
+        if path not in self._updates:
+            members = self.group.members[path]
+            places = self._rows.of_outputs(members)
+            updates = mx.gather_mm(self._h, self.group.b[path].array, *places)
+            if len(members) == 1:
+                return updates
+            paths = [self.group.paths[member] for member in members]
+            self._updates |= zip(paths, mx.split(updates, len(members)), strict=True)
+        return self._updates.pop(path)
 
 
 class LoraContext:
@@ -109,15 +63,15 @@ class LoraContext:
 
     def __init__(self) -> None:
         self.batch = 0  # rows of the forward
+        self.idle = False  # no row has an adapter, and nothing is to be seen
         self.pairs: Mapping[str, LoraPair] = {}  # one adapter …
-        self.rows: mx.array | None = None  # … of these rows, [B, 1, 1] bool; None = all use it
-        self.stacked: Mapping[str, tuple[mx.array, mx.array]] = {}  # several …
-        self.gains: Mapping[str, mx.array] = {}
-        self.indices: mx.array | None = None  # … and each row's index, [B] uint32
-        # [B] uint32: 0, 1, …; without it each product would make its own
-        self.each_row: mx.array | None = None
+        self.masked: mx.array | None = None  # … of these rows, [B] bool; None = all use it
+        self.rows: Rows | None = None  # of `stack`: several adapters, or some rows without
+        self.stack = AdapterStack()
         self.experts: mx.array | None = None  # [..., k] of the block of experts that runs
-        self._stacks: list[AdapterStack] = []
+        self.leaders: dict[str, str] = {}  # layer → the first that reads the same array
+        self._last: tuple[mx.array, str] | None = None  # the last of those that were seen
+        self._reduced: _Reduced | None = None
         self._turn = 0
         # [batch] uint32 of 0, where rows are multiplied one by one
         self._all_first: mx.array | None = None
@@ -126,32 +80,48 @@ class LoraContext:
         """The adapter of each row of the next forward."""
         self._turn += 1
         self.batch = len(slots)
-        self._stacks = [stack for stack in self._stacks if self._turn - stack.used < STACK_LIFETIME]
+        self.stack.forget(self._turn)
+        self._last, self._reduced = None, None
         distinct = list(dict.fromkeys(slot for slot in slots if slot is not None))
-        self.pairs, self.rows, self.stacked, self.gains, self.indices = {}, None, {}, {}, None
-        if len(distinct) > 1:
-            stack = self._stack(distinct)
-            stack.refresh()
-            indices = [
-                len(stack.indices) if slot is None else stack.indices[slot] for slot in slots
-            ]
-            self.stacked, self.gains, self.indices = (
-                stack.arrays,
-                stack.gains,
-                mx.array(indices, dtype=mx.uint32),
-            )
-            if self.each_row is None or self.each_row.shape[0] != self.batch:
-                self.each_row = mx.arange(self.batch, dtype=mx.uint32)
-        elif distinct:
+        self.idle = not distinct and self._turn > 1
+        self.pairs, self.masked = {}, None
+        if len(distinct) == 1:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
-                alone = multiplies_rows_alone()
+                alone = self.batch > 1 and multiplies_rows_alone()
                 self._all_first = mx.zeros((self.batch,), dtype=mx.uint32) if alone else None
             if None in slots:
-                self.rows = mx.array([slot is not None for slot in slots])[:, None, None]
+                self.masked = mx.array([slot is not None for slot in slots])
+        if len(distinct) > 1 or self.masked is not None:
+            several = len(distinct) > 1
+            places = self.stack.hold(distinct, self._turn, self.leaders, experts=several)
+            entries = [0 if slot is None else places[slot] for slot in slots]
+            if self.rows is None or self.rows.entries != entries:
+                self.rows = Rows(entries)
+        else:
+            self.rows = None
+
+    def see(self, path: str, x: mx.array) -> None:
+        """Note that the layer reads x, the first time that it is called."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, path
+        self.leaders[path] = self._last[1]
+
+    def stacked_update(self, path: str, x: mx.array) -> mx.array | None:
+        """Return what is added to the layer's y, [B, T, out] float32; None: nothing."""
+        reduced, rows = self._reduced, self.rows
+        assert rows is not None
+        if reduced is None or reduced.x is not x or path not in reduced.group.paths:
+            if (group := self.stack.groups.get(path)) is None:
+                return None
+            reduced = self._reduced = _Reduced(x, group, rows)
+        reduced.left -= 1
+        if not reduced.left:
+            self._reduced = None  # it would keep x
+        return reduced.update_of(path)
 
     def reduced(self, x: mx.array, a: mx.array) -> mx.array:
-        """xA of the one adapter: x [B, T, in], a [in, r]."""
+        """xA of the one adapter: x [B, ..., in], a [in, r]."""
         if (
             self._all_first is None
             or x.ndim != 3
@@ -171,22 +141,10 @@ class LoraContext:
         return rows.reshape(indices.shape)
 
     def release(self) -> None:
-        """Drop the stacks and the last forward's context."""
-        self._stacks, self.pairs, self.rows = [], {}, None
-        self.stacked, self.gains, self.indices = {}, {}, None
-
-    def _stack(self, slots: list[AdapterSlot]) -> AdapterStack:
-        """A stack that holds these, and not many others: their rows have ended, and may come
-        again."""
-        fits = [
-            s
-            for s in self._stacks
-            if s.indices.keys() >= set(slots) and len(s.indices) <= 2 * len(slots)
-        ]
-        stack = fits[-1] if fits else AdapterStack(slots)
-        self._stacks = [*[s for s in self._stacks if s is not stack], stack][-MAX_STACKS:]
-        stack.used = self._turn
-        return stack
+        """Drop the stack and the last forward's context."""
+        self.stack.clear()
+        self.pairs, self.masked, self.rows = {}, None, None
+        self._last, self._reduced = None, None
 
 
 class _Served(nn.Module):
@@ -218,31 +176,26 @@ class ServedLinear(_Served):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
-        context = self._context
-        if not (context.pairs or context.stacked):  # most steps, and each layer of them comes here
-            return self["linear"](x)
-        mixed = context.rows is not None or context.indices is not None
-        if mixed and (x.ndim != 3 or x.shape[0] != context.batch):
-            # Architectures that flatten or split the positions: rows come first all the same.
-            return self(x.reshape(context.batch, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-        y = self["linear"](x)
-        if pair := context.pairs.get(self._path):
-            updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, alpha=pair.scale)
-            if pair.gain is not None:
-                updated = scaled(updated, pair.gain, self.linear)
-            updated = updated.astype(y.dtype)
-            # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays
-            # in its rows.
-            return updated if context.rows is None else mx.where(context.rows, updated, y)
-        if arrays := context.stacked.get(self._path):
-            a, b = arrays
-            rows, slots = context.each_row, context.indices
-            h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rows, slots)
-            updated = y + mx.gather_mm(h, b, rows, slots)
-            if (gains := context.gains.get(self._path)) is not None:
-                updated = scaled(updated, gains[context.indices][:, None], self.linear)
-            return updated.astype(y.dtype)
-        return y
+        context, path, linear = self._context, self._path, self["linear"]
+        y: mx.array = linear(x)
+        if context.idle:  # most steps, and each layer of them comes here
+            return y
+        if path not in context.leaders:
+            context.see(path, x)
+        if context.rows is not None:
+            if (update := context.stacked_update(path, x)) is None:
+                return y
+            if (gains := context.stack.groups[path].gains.get(path)) is None:
+                return (y + update.reshape(y.shape)).astype(y.dtype)
+            factors = gains.array[context.rows.array][:, None]
+            updated = scaled(y.reshape(update.shape) + update, factors, linear)
+            return updated.reshape(y.shape).astype(y.dtype)
+        if (pair := context.pairs.get(path)) is None:
+            return y
+        updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, pair.scale)
+        if pair.gain is not None:
+            updated = scaled(updated, pair.gain, linear)
+        return updated.astype(y.dtype)
 
 
 class ServedSwitchLinear(_Served):
@@ -255,16 +208,20 @@ class ServedSwitchLinear(_Served):
         if pair := context.pairs.get(self._path):
             update = switch_update(x.astype(pair.a.dtype), pair.a, pair.b, indices, sorted_indices)
             updated = (y + pair.scale * update).astype(y.dtype)
-            if context.rows is None:
+            if context.masked is None:
                 return updated
+            # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays
+            # in its rows.
             rows = context.rows_of(indices, sorted_indices=sorted_indices)
-            return mx.where(context.rows.flatten()[rows][..., None, None], updated, y)
-        if (arrays := context.stacked.get(self._path)) and context.indices is not None:
-            a, b = (array.reshape(-1, *array.shape[2:]) for array in arrays)
-            slots = context.indices[context.rows_of(indices, sorted_indices=sorted_indices)]
-            places = slots * arrays[0].shape[1] + indices
-            return (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
-        return y
+            return mx.where(context.masked[rows][..., None, None], updated, y)
+        group = context.stack.groups.get(self._path)
+        if context.rows is None or context.pairs or group is None:
+            return y
+        arrays = group.a.array, group.b[self._path].array
+        a, b = (array.reshape(-1, *array.shape[2:]) for array in arrays)
+        slots = context.rows.array[context.rows_of(indices, sorted_indices=sorted_indices)]
+        places = slots * arrays[0].shape[1] + indices
+        return (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
 
 
 class _ServedSwitch:
@@ -293,7 +250,3 @@ def serve_switches(model: nn.Module, context: LoraContext) -> None:
                 kind, type(kind.__name__, (_ServedSwitch, kind), {"__module__": kind.__module__})
             )
             object.__setattr__(module, "_lora_context", context)
-
-
-def _shapes(adapter: AdapterWeights) -> dict[str, tuple[tuple[int, ...], bool]]:
-    return {path: (pair.a.shape, pair.gain is None) for path, pair in adapter.layers.items()}

@@ -87,7 +87,7 @@ def operations(
         pytest.param(6, 0, {}, A_LAYER, id="ragged rows"),
         pytest.param(6, 0, {"by_tokens": False}, A_LAYER, id="a rectangle"),
         pytest.param(6, 1, {}, A_LAYER + 7 * 2, id="one adapter"),
-        pytest.param(6, 3, {}, A_LAYER + 7 * 3, id="three adapters"),
+        pytest.param(6, 3, {}, A_LAYER + 16, id="three adapters"),
     ],
 )
 def test_a_layer_costs_no_more_operations(
