@@ -5,6 +5,7 @@ The twin of an adapter is a plain mlx-lm tree with scale · (AB)ᵀ added to its
 """
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -317,3 +318,120 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_entry_with_several() 
         context.activate([slots[0]])
     del groups, held
     assert active_memory() <= before - 6 * one, "a stack that no row uses is dropped"
+
+
+def test_a_stack_keeps_its_arrays_while_adapters_come_and_go() -> None:
+    """100 adapters, four at a time: an entry that nobody uses is overwritten."""
+    context = LoraContext()
+
+    def layers(number: int, rank: int) -> dict[str, LoraPair]:
+        a, b = mx.full((3, rank), number), mx.ones((rank, 2))
+        return {"x": LoraPair(a, b, 1.0)}
+
+    slots = [slot(str(number), layers(number, 1 + number % 2)) for number in range(100)]
+    groups, places = set(), set()
+    for number in range(96):
+        context.activate([slots[number + row // 2] for row in range(8)])
+        groups.add(id(context.stack.groups["x"]))
+        places |= set(context.rows.entries)
+        held = context.stack.groups["x"].a.array
+        assert held[:, 0, 0][context.rows.array].tolist() == [number + row // 2 for row in range(8)]
+        for _ in range(STACK_LIFETIME // 4):
+            context.activate([None] * 8)
+    assert len(groups) == 1 and max(places) <= 12
+    context.activate(slots)
+    for _ in range(STACK_LIFETIME):
+        context.activate([slots[0], None])
+    assert context.stack.groups["x"].a.array.shape[0] == 2, (
+        "room for adapters that left is given up"
+    )
+
+
+def test_layers_share_the_product_of_the_array_that_they_were_given_together() -> None:
+    served = serve(qwen3_model())
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    context = LoraContext()
+    q, k, v = (ServedLinear(served.layers[name], name, context) for name in names)
+    pairs = [random_adapter(served, seed, rank=seed) for seed in (1, 2)]
+    del pairs[1][names[1]]
+    slots = [slot(str(index), each) for index, each in enumerate(pairs)]
+    one, other = (mx.random.normal((3, 5, 64), key=mx.random.key(seed)) for seed in (0, 1))
+    for calls in (
+        [(q, one), (k, one), (v, one)],  # seen to read one array
+        [(q, one), (k, one), (v, one)],
+        [(q, one), (k, other), (v, one)],
+        [(v, other), (q, one), (q, one), (k, one)],
+        [(k, one), (k, other), (v, other)],
+    ):
+        context.activate([slots[0], None, slots[1]])
+        for layer, x in calls:
+            got, plain, path = layer(x), layer["linear"](x), layer._path
+            assert mx.array_equal(got[1], plain[1])
+            for row, each in ((0, pairs[0]), (2, pairs[1])):
+                pair = each.get(path)
+                added = 0.0 if pair is None else (x[row] @ pair.a) @ pair.b
+                assert mx.allclose(got[row], plain[row] + added, atol=1e-4)
+    assert set(context.leaders.values()) == {names[0]}
+    assert context.stack.groups[names[2]].paths == tuple(names)
+
+
+def test_twenty_adapters_in_one_batch_answer_as_each_alone() -> None:
+    """Ranks, kinds and layers differ; rows come and go; one is trained meanwhile, and the name of
+    one goes to another of a higher rank."""
+    served = serve(qwen3_model(), policy="policy", max_rows=14, prefix_cache_bytes=0)
+    engine, weights = served.engine, served.weights
+
+    def layers(seed: int, rank: int) -> dict[str, LoraPair]:
+        made = random_adapter(served, seed, rank=rank, scale=0.5 + 0.1 * (seed % 4))
+        if seed % 3 == 1:
+            made = {path: made[path] for path in made if path[-6] in "qvn"}  # q, v, down
+        if seed % 5 == 0:
+            made = {
+                path: replace(pair, magnitude=mx.full((pair.b.shape[1],), 0.6 + i % 7 / 7))
+                for i, (path, pair) in enumerate(made.items())
+            }
+        return made
+
+    adapters = {f"a{seed}": layers(seed, 1 + seed % 7) for seed in range(20)}
+    trained = [layers(51, 4), layers(52, 4)]
+    weights.publish_adapter(trained[0])
+    for name, each in adapters.items():
+        weights.add_adapter(name, each)
+    names = [*list(adapters)[:3], "policy", None, *list(adapters)[3:], "policy", "a3"]
+    prompts = ragged_prompts(len(names), longest=20)
+    asked = [
+        greedy(f"r{i}", prompt, name, tokens=5 + 3 * i % 14)
+        for i, (prompt, name) in enumerate(zip(prompts, names, strict=True))
+    ]
+    for each in asked:
+        engine.add(each)
+    events = [event for _ in range(7) for event in engine.step()]
+    weights.publish_adapter(trained[1])
+    weights.remove_adapter("a1")
+    weights.add_adapter("a1", layers(60, 9))
+    asked.append(greedy("late", [9, 8, 7], "a1", tokens=9))
+    engine.add(asked[-1])
+    outputs = {event.request_id: event.output for event in events} | collect(engine)
+    adapters |= {"late": layers(60, 9)}
+    splits = []
+    for each in asked:
+        completion = outputs[each.request_id].completions[0]
+        if each.adapter == "policy":
+            splits.append(completion.policy_versions.count(1))
+            weights.publish_adapter(trained[0] if splits[-1] else trained[1])
+            engine.add(each)
+            for _ in range(splits[-1]):
+                engine.step()
+            weights.publish_adapter(trained[1])
+            alone = collect(engine)
+        else:
+            if each.adapter:
+                weights.add_adapter(
+                    "alone", adapters["late" if each == asked[-1] else each.adapter]
+                )
+            alone = run(engine, [replace(each, adapter=each.adapter and "alone")])
+        assert alone[each.request_id].completions[0].token_ids == completion.token_ids, each
+    assert (
+        0 < splits[0] < 14
+        and len({token for o in outputs.values() for token in o.completions[0].token_ids}) > 60
+    )

@@ -45,9 +45,10 @@ def operations(
     monkeypatch: pytest.MonkeyPatch,
     *,
     params: dict[str, Any] | None = None,
+    bare: int = 0,
     **options: Any,
 ) -> Counter[str]:
-    """Return the operations of a step of ragged rows, by kind."""
+    """Return the operations of a step of ragged rows, by kind. `bare`: rows without an adapter."""
     served = serve(qwen3_model(num_hidden_layers=layers), prefix_cache_bytes=0, **options)
     for name, stand_in in FUSED.items():
         monkeypatch.setattr(mx.fast, name, stand_in)
@@ -55,7 +56,7 @@ def operations(
         served.weights.add_adapter(f"a{number}", random_adapter(served, seed=number))
     for number in range(rows):
         prompt = [3 + (7 * number + place) % 50 for place in range(12 + 5 * number)]
-        adapter = f"a{number % adapters}" if adapters else None
+        adapter = f"a{number % adapters}" if adapters and number >= bare else None
         served.engine.add(
             request(
                 f"r{number}",
@@ -87,6 +88,7 @@ def operations(
         pytest.param(6, 0, {}, A_LAYER, id="ragged rows"),
         pytest.param(6, 0, {"by_tokens": False}, A_LAYER, id="a rectangle"),
         pytest.param(6, 1, {}, A_LAYER + 7 * 2, id="one adapter"),
+        pytest.param(6, 1, {"bare": 2}, A_LAYER + 16, id="one adapter, and rows without"),
         pytest.param(6, 3, {}, A_LAYER + 16, id="three adapters"),
     ],
 )
