@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
-from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, Rows
+from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, RowPlaces
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
 from mlx_parallm.system.device.traits import multiplies_rows_alone
 
@@ -33,7 +33,7 @@ from mlx_parallm.system.device.traits import multiplies_rows_alone
 class _Reduced:
     """xA of a group of layers, of one x [B, ..., in]."""
 
-    def __init__(self, x: mx.array, group: LayerGroup, rows: Rows) -> None:
+    def __init__(self, x: mx.array, group: LayerGroup, rows: RowPlaces) -> None:
         self.x, self.group = x, group
         self.left = len(group.paths)
         self._rows = rows
@@ -66,7 +66,7 @@ class LoraContext:
         self.idle = False  # no row has an adapter, and nothing is to be seen
         self.pairs: Mapping[str, LoraPair] = {}  # one adapter …
         self.masked: mx.array | None = None  # … of these rows, [B] bool; None = all use it
-        self.rows: Rows | None = None  # of `stack`: several adapters, or some rows without
+        self.rows: RowPlaces | None = None  # of `stack`: several adapters, or some rows without
         self.stack = AdapterStack()
         self.experts: mx.array | None = None  # [..., k] of the block of experts that runs
         self.leaders: dict[str, str] = {}  # layer → the first that reads the same array
@@ -97,7 +97,7 @@ class LoraContext:
             places = self.stack.hold(distinct, self._turn, self.leaders, experts=several)
             entries = [0 if slot is None else places[slot] for slot in slots]
             if self.rows is None or self.rows.entries != entries:
-                self.rows = Rows(entries)
+                self.rows = RowPlaces(entries)
         else:
             self.rows = None
 

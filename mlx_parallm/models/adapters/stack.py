@@ -3,7 +3,7 @@ its own.
 
     LayerGroup     adapted layers that read one array (q, k, v; gate, up): one product with all A
     AdapterStack   which adapter has which entry of the arrays
-    Rows           the entry of each row of a forward
+    RowPlaces           the entry of each row of a forward
 
 Entry 0 is zero, for rows without an adapter. An adapter that changes, or comes, overwrites one
 entry. The arrays grow by half, and what no row has used for a while is free.
@@ -24,7 +24,7 @@ SPARSE = 4  # a stack of more than so many times the entries in use is made anew
 Parts = list[mx.array]
 
 
-class Rows:
+class RowPlaces:
     """Where each row of a forward finds its adapter: `entries` [B]; `array` holds the same."""
 
     def __init__(self, entries: Sequence[int]) -> None:
