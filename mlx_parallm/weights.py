@@ -228,6 +228,7 @@ class SharedWeights:
         self._model = model
         self._parameters = parameter_slots(model)
         self._slots: dict[str, AdapterSlot] = {}
+        self._content_of: Callable[[Mapping[str, LoraPair]], str] | None = None
         self._proof = WeightsProof()
         self._version = version
         self._revision = 0
@@ -277,10 +278,21 @@ class SharedWeights:
         adapter = AdapterWeights(name, self._version, self._ready(layers))
         mx.eval(adapter.arrays)
         raise_stored_faults()
+        if self._content_of is not None:
+            adapter = replace(adapter, content=self._content_of(adapter.layers))
         with self.lock.write():
             self.faults.check()
             self._put(adapter)
         return adapter
+
+    def note_contents(self, content_of: Callable[[Mapping[str, LoraPair]], str]) -> None:
+        """Note of each adapter that is added, as it is loaded, what stands for its arrays; of those
+        that are here at once."""
+        with self.lock.write():
+            self._content_of = content_of
+            for slot in self._slots.values():
+                content = slot.weights.content or content_of(slot.weights.layers)
+                slot.weights = replace(slot.weights, content=content)
 
     def remove_adapter(self, name: str) -> None:
         """Raises AdapterError: unknown, or the policy's own."""

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,22 +35,18 @@ PIECE = 64  # tokens: shorter prompts are computed again sooner than they are lo
 CHOICE_TOKENS = 256
 MOST_PIECES = 1 << 16
 ANSWER_S = 1.0  # allowed for the answer to an order, beside its work
-ADDED = (
-    "steps",
-    "running",
-    "waiting",
-    "prompt_tokens",
-    "prefill_tokens",
-    "generation_tokens",
-    "requests_finished",
-    "requests_failed",
-    "requests_aborted",
-    "prefix_cache_query_tokens",
-    "prefix_cache_hit_tokens",
-    "kv_tokens",
-    "kv_bytes",
-    "kv_bytes_shared",
-)
+NOT_ADDED = {  # of EngineStats: what the ranks have together, or each by itself
+    "alive",
+    "ready",
+    "last_step_time",
+    "policy_version",
+    "error",
+    "prefix_disk_used_bytes",
+    "kv_layout",
+    "step_seconds",
+    "holders",
+}
+ADDED = [field.name for field in fields(EngineStats) if field.name not in NOT_ADDED]
 
 
 class BalancedClient(EngineClient):

@@ -6,8 +6,7 @@ give to the disk what the cache takes in. Engine thread only.
                  → `keep`    what a step has stored, once it is evaluated
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,10 +17,9 @@ from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, PrefixReading, Raw, 
 from mlx_parallm.engine.prefix_disk.files import BLOCK, hashed
 from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.sequence import Sequence as Choice
-from mlx_parallm.models.adapters.adapter import AdapterWeights
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.weights import SharedWeights
 
-KNOWN_ADAPTERS = 256  # whose arrays are not hashed again
 WITHOUT = {mx.bfloat16: mx.uint16}  # what numpy lacks → what has its width
 TYPES = {  # of keys, values and states, quantised ones too
     "float32": mx.float32,
@@ -59,6 +57,7 @@ class PrefixArrivals:
     Args:
         disk: shared by the engines of a process.
         cache: this engine's prefixes.
+        weights: which note from now on what their adapters hold.
     """
 
     def __init__(self, disk: PrefixDisk, cache: PrefixCache, weights: SharedWeights) -> None:
@@ -66,7 +65,9 @@ class PrefixArrivals:
         self.waiting: list[Arrival] = []
         self.hit_tokens = 0  # that were read and taken into the cache
         self.read_seconds = 0.0
-        self._adapters: OrderedDict[int, str] = OrderedDict()  # by serial
+        # of its own: on the step's stream a view would wait for the step that is under way
+        self._views = mx.new_stream(mx.cpu)
+        weights.note_contents(content_of)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -81,7 +82,9 @@ class PrefixArrivals:
         nothing can be there for them, or all of it is known."""
         prompt = choices[0].prompt
         arrival = Arrival(choices, prompt[: (len(prompt) - 1) // BLOCK * BLOCK])
-        if not arrival.text or not self._cache.max_tokens or not self._read(arrival):
+        if self.disk.hangs or not arrival.text or not self._cache.max_tokens:
+            return False
+        if not self._read(arrival):
             return False
         self.waiting.append(arrival)
         return True
@@ -117,7 +120,8 @@ class PrefixArrivals:
 
     def arrived(self) -> list[Choice]:
         """Take one part of each reading into the cache; return the choices whose reading has
-        ended."""
+        ended, or which wait for a disk that hangs."""
+        hangs = self.disk.hangs
         ready: list[Choice] = []
         left: list[Arrival] = []
         for arrival in self.waiting:
@@ -131,6 +135,8 @@ class PrefixArrivals:
             reading = arrival.reading
             assert reading is not None
             reading.given_up = reading.given_up or not choices
+            if hangs and not reading.given_up:
+                self.disk.give_up(reading)
             ended = reading.ended.is_set()  # before the last part is taken
             part = reading.take()
             if part is not None and not reading.given_up:
@@ -169,7 +175,7 @@ class PrefixArrivals:
             states = None
             if save.of is not None and save.position % BLOCK == 0:
                 held = save.of.snapshots.get(save.position)
-                states = None if not held else States(save.position, _raw_states(held))
+                states = None if not held else self._states(save.position, held)
             if pieces or states is not None:
                 self.disk.write(place.root, save.text, pieces, states)
 
@@ -179,7 +185,14 @@ class PrefixArrivals:
         if not chunks or chunks[-1].stop < len(text) or start + BLOCK > len(text):
             return []
         return [
-            StoredPiece(chunk.start, chunk.stop, _raw(chunk.segment.arrays))
+            StoredPiece(
+                first := max(chunk.start, start),
+                chunk.stop,
+                [
+                    _cut(raw, first - chunk.start, chunk.stop - chunk.start)
+                    for raw in _raw(chunk.segment.arrays, self._views)
+                ],
+            )
             for chunk in chunks
             if chunk.stop > start
         ]
@@ -224,32 +237,36 @@ class PrefixArrivals:
         serial, adapter = 0, ""
         if slot is not None:
             weights = slot.weights  # a publish rebinds it
-            serial, adapter = weights.serial, self._name_of(weights)
+            if weights.content is None:
+                return None  # of a publish
+            serial, adapter = weights.serial, weights.content
         root = hashed(self.disk.model.encode(), adapter.encode(), repr(salt).encode())
         return Place(root, ((serial, False, base), salt))
 
-    def _name_of(self, adapter: AdapterWeights) -> str:
-        name = self._adapters.get(adapter.serial)
-        if name is None:
-            parts = [
-                part
-                for path, pair in sorted(adapter.layers.items())
-                for part in (f"{path} {pair.scale}", *pair.arrays)
-            ]
-            raws = _raw([part for part in parts if isinstance(part, mx.array)])
-            shapes = [f"{raw.dtype} {raw.values.shape}" for raw in raws]
-            texts = [part for part in parts if isinstance(part, str)]
-            name = hashed(repr((texts, shapes)).encode(), *(raw.values.tobytes() for raw in raws))
-            self._adapters[adapter.serial] = name
-            if len(self._adapters) > KNOWN_ADAPTERS:
-                self._adapters.popitem(last=False)
-        return name
+    def _states(self, position: int, arrays: Sequence[mx.array | None]) -> States:
+        raws = iter(_raw([array for array in arrays if array is not None], self._views))
+        return States(position, [None if array is None else next(raws) for array in arrays])
 
 
-def _raw(arrays: Sequence[mx.array]) -> list[Raw]:
+def content_of(layers: Mapping[str, LoraPair]) -> str:
+    """Return a hash of an adapter's layers: paths, factors and arrays. In the thread that loads
+    it."""
+    parts = [
+        part
+        for path, pair in sorted(layers.items())
+        for part in (f"{path} {pair.scale}", *pair.arrays)
+    ]
+    raws = _raw([part for part in parts if isinstance(part, mx.array)])
+    shapes = [f"{raw.dtype} {raw.values.shape}" for raw in raws]
+    texts = [part for part in parts if isinstance(part, str)]
+    return hashed(repr((texts, shapes)).encode(), *(raw.values.tobytes() for raw in raws))
+
+
+def _raw(arrays: Sequence[mx.array], stream: mx.Stream | None = None) -> list[Raw]:
     """Return numpy's views of evaluated arrays."""
     shown = [
-        array.view(WITHOUT[array.dtype]) if array.dtype in WITHOUT else array for array in arrays
+        array.view(WITHOUT[array.dtype], stream=stream) if array.dtype in WITHOUT else array
+        for array in arrays
     ]
     mx.eval(shown)
     return [
@@ -257,9 +274,9 @@ def _raw(arrays: Sequence[mx.array]) -> list[Raw]:
     ]
 
 
-def _raw_states(arrays: Sequence[mx.array | None]) -> list[Raw | None]:
-    raws = iter(_raw([array for array in arrays if array is not None]))
-    return [None if array is None else next(raws) for array in arrays]
+def _cut(raw: Raw, start: int, stop: int) -> Raw:
+    """Return positions [start, stop), as a view."""
+    return Raw(raw.dtype, raw.values[:, :, start:stop])
 
 
 def _array(raw: Raw, start: int = 0) -> mx.array:

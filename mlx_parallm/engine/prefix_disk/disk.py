@@ -7,12 +7,12 @@ Arrays are numpy's: views of evaluated MLX arrays on their way out, and copies o
 recurrent layers' states after a block are a file of their own, beside the block's.
 """
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event, Lock
-from time import perf_counter
+from threading import Event, Lock, Thread
 
 import numpy as np
 
@@ -23,7 +23,10 @@ PART = 16  # blocks that are read and handed over at once
 MOST_WAITING = 256 << 20  # bytes of arrays that wait to be written; what comes beyond is not kept
 MOST_PARTS = 4  # of a reading that the engine has not taken yet; then it waits
 TAKEN_S = 0.005  # so long at a time
+PATIENCE_S = 5.0  # with a disk that gives no part of a reading; then prompts are computed
+END_S = 2.0  # for what the disk does, at the end of the process
 STATE = ".state"
+NONE = np.zeros(0, np.uint8)
 
 log = get_logger(__name__)
 
@@ -38,8 +41,8 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Positions [start, stop) of a text: arrays [1, H, ≥ stop - start, ·] by kind (a layer's keys,
-    a layer's values, …); what is behind `stop` belongs to another text."""
+    """Positions [start, stop) of a text: arrays [1, H, stop - start, ·] by kind (a layer's keys,
+    a layer's values, …)."""
 
     start: int
     stop: int
@@ -80,6 +83,35 @@ class PrefixReading:
             return None
 
 
+class Worker:
+    """A thread that does one thing after the other. The process does not wait for its end: a disk
+    may hang."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def settle(self) -> None:
+        """Wait until all that was given is done."""
+        done = Event()
+        self.do(done.set)
+        done.wait()
+
+    def end(self) -> None:
+        """End behind what was given; wait for that END_S at most."""
+        self._work.put(None)
+        self._thread.join(END_S)
+
+    def _main(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # it holds arrays
+
+
 class PrefixDisk:
     """
     Args:
@@ -91,16 +123,32 @@ class PrefixDisk:
     def __init__(self, files: BlockFiles, model: str, *, recurrent: bool) -> None:
         self.files, self.model, self.recurrent = files, model, recurrent
         self.dropped_bytes = 0  # not kept: too many waited to be written
+        self.late = 0  # readings that were given up, or failed as a whole
         self._waiting, self._lock = 0, Lock()  # bytes
         self._closed = Event()
         self._cleared = 0
-        self._reader = ThreadPoolExecutor(1, "prefix-reader")
-        self._writer = ThreadPoolExecutor(1, "prefix-writer")
+        self._busy_since: float | None = None  # of the part that is being read
+        self._reader, self._writer = Worker("prefix-reader"), Worker("prefix-writer")
+        self._writer.do(files.count)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk has given nothing for PATIENCE_S: nobody waits for it then."""
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > PATIENCE_S
+
+    def give_up(self, reading: PrefixReading) -> None:
+        """Count a reading that the disk keeps waiting, which is said once."""
+        reading.given_up = True
+        self.late += 1
+        if self.late == 1:
+            reason = f"the disk has given nothing for {PATIENCE_S:.0f} s"
+            log.warning("prefixes_not_read", reason=reason, folder=str(self.files.folder))
 
     def read(self, root: str, tokens: tuple[int, ...], start: int) -> PrefixReading:
         """Begin to read the longest prefix of `tokens` that is there, from `start` on."""
         reading = PrefixReading(root, tokens, start)
-        self._reader.submit(self._read, reading)
+        self._reader.do(lambda: self._read(reading))
         return reading
 
     def write(
@@ -112,7 +160,7 @@ class PrefixDisk:
     ) -> None:
         """Keep the whole blocks that lie in `pieces`, and `states` if they end a block."""
         held = [raw for piece in pieces for raw in piece.arrays]
-        held += [] if states is None else [raw for raw in states.arrays if raw is not None]
+        held += [] if states is None else _whole(states.arrays)
         size = sum(raw.values.nbytes for raw in held)
         with self._lock:
             drops, first = self._waiting + size > MOST_WAITING, not self.dropped_bytes
@@ -125,32 +173,37 @@ class PrefixDisk:
             log.warning("prefixes_not_kept", reason=reason)
         if drops:
             return
-        self._writer.submit(self._write, root, tokens, tuple(pieces), states, size, self._cleared)
+        cleared = self._cleared
+        self._writer.do(lambda: self._write(root, tokens, pieces, states, size, cleared))
 
     def clear(self) -> None:
-        """Remove every file; what waits to be written is not kept."""
+        """Remove every file, before anything else is read; what waits to be written is not kept.
+        Returns at once."""
         self._cleared += 1
-        self.files.clear()
+        self._reader.do(self.files.clear)
 
     def settle(self) -> None:
-        """Wait until all that was given is written."""
-        self._writer.submit(lambda: None).result()
+        """Wait until all that was given is written, or removed."""
+        for worker in (self._reader, self._writer):
+            worker.settle()
 
     def close(self) -> None:
         """End the threads; what waits to be written is lost."""
         self._closed.set()
-        for threads in (self._reader, self._writer):
-            threads.shutdown(cancel_futures=True)
+        for worker in (self._reader, self._writer):
+            worker.end()
 
     def _read(self, reading: PrefixReading) -> None:
-        began = perf_counter()
+        began = self._busy_since = time.monotonic()
         try:
-            if not reading.given_up:
+            if not reading.given_up and not self._closed.is_set():
                 self._read_blocks(reading)
         except Exception:  # boundary: a prefix that cannot be read is computed
+            self.late += 1
             log.exception("prefix_not_read")
         finally:
-            reading.seconds = perf_counter() - began
+            self._busy_since = None
+            reading.seconds = time.monotonic() - began
             reading.ended.set()
 
     def _read_blocks(self, reading: PrefixReading) -> None:
@@ -168,9 +221,11 @@ class PrefixDisk:
             ]
             if sound:
                 reading.parts.put(_joined(first * BLOCK, sound))
+            self._busy_since = None
             while reading.parts.qsize() >= MOST_PARTS and not reading.given_up:
                 if self._closed.wait(TAKEN_S):
                     return
+            self._busy_since = time.monotonic()
             if len(sound) < len(group) or reading.given_up:
                 return
         if states is not None and count > begin:
@@ -189,11 +244,14 @@ class PrefixDisk:
         try:
             for index, name in enumerate(block_names(root, tokens)):
                 start, stop = index * BLOCK, (index + 1) * BLOCK
-                if cleared != self._cleared:
+                if cleared != self._cleared or self._closed.is_set():
                     return
-                if pieces and pieces[0].start <= start and pieces[-1].stop >= stop:
+                whole = pieces and pieces[0].start <= start and pieces[-1].stop >= stop
+                if whole and self.files.takes(name):
                     self.files.write(name, _arrays(_cut(pieces, start, stop)))
-                if states is not None and states.position == stop:
+                if states is None or states.position != stop:
+                    continue
+                if self.files.takes(name + STATE):
                     self.files.write(name + STATE, _arrays(states.arrays))
         except Exception:  # boundary: the engine does not depend on it
             log.exception("prefix_not_written")
@@ -239,15 +297,27 @@ def _joined(start: int, blocks: Sequence[Sequence[Raw]]) -> StoredPiece:
 
 
 def _arrays(raws: Sequence[Raw | None]) -> dict[str, np.ndarray]:
-    """Return raw arrays by their place and type, as `_raws` reads them."""
+    """Return raw arrays by their places and type, as `_raws` reads them. Those of one shape and
+    type are one: a file of few arrays is written and read with less of Python."""
+    alike = defaultdict[tuple[str, tuple[int, ...]], dict[int, np.ndarray]](dict)
+    for place, raw in enumerate(raws):
+        name, values = ("none", NONE) if raw is None else (raw.dtype, raw.values)
+        alike[name, values.shape][place] = values
     return {
-        f"{place}.{'none' if raw is None else raw.dtype}": np.zeros(0, np.uint8)
-        if raw is None
-        else raw.values
-        for place, raw in enumerate(raws)
+        f"{','.join(map(str, found))}.{name}": _stacked([*found.values()])
+        for (name, _), found in alike.items()
     }
 
 
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    whole = np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)  # stack has its own order
+    return np.stack(arrays, out=whole)
+
+
 def _raws(arrays: Mapping[str, np.ndarray]) -> list[Raw | None]:
-    named = sorted((int(key.split(".")[0]), key.split(".")[1], key) for key in arrays)
-    return [None if name == "none" else Raw(name, arrays[key]) for _, name, key in named]
+    found: dict[int, Raw | None] = {}
+    for key, stacked in arrays.items():
+        places, dtype = key.split(".")
+        for index, place in enumerate(map(int, places.split(","))):
+            found[place] = None if dtype == "none" else Raw(dtype, stacked[index])
+    return [found[place] for place in sorted(found)]

@@ -18,7 +18,7 @@ from threading import Lock
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load, save_file
 
 from mlx_parallm.system.log import get_logger
 
@@ -28,13 +28,15 @@ PAGE = 4096  # a file takes whole pages
 ROOM_KEPT = 0.9  # of the bound, after the oldest files were removed
 REST_S = 60.0  # without writing, after the disk has refused a file
 STALE_S = 3600.0  # age of a half-written file whose process is gone
+AHEAD_S = 3600.0  # a file used so much later than now was used before the clock was set back
+COUNTED = 0.05  # of the bound: after so many bytes more the files are counted, others' too
 TEMPORARY = ".part-"
 
 log = get_logger(__name__)
 Arrays = Mapping[str, np.ndarray]
 
 
-def hashed(*parts: bytes) -> str:
+def hashed(*parts: bytes | memoryview) -> str:
     """Return 40 hexadecimal digits; the parts' borders count."""
     state = blake2b(digest_size=20)
     for part in parts:
@@ -63,7 +65,8 @@ class BlockFiles:
     """
     Args:
         folder: made if it is missing, for this user alone.
-        max_bytes: of all files; the ones that were not used for longest go first.
+        max_bytes: of all files, of other processes too; the ones that were not used for longest go
+            first. `count` looks for them.
 
     Raises OSError: the folder cannot be made or read.
     """
@@ -73,25 +76,38 @@ class BlockFiles:
         self.bytes = 0  # of the files, as last counted, and of those written since
         self.corrupt = 0  # files that were found damaged
         self.refused = 0  # files that the disk did not take
+        self.unread = 0  # files that are there, and cannot be read
+        self._uncounted = 0  # bytes
         self._lock = Lock()
         self._rests_until = 0.0
         self._cleared = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.scandir(folder).close()
-        self._count()
 
     def has(self, name: str) -> bool:
         try:
-            return self._path(name).exists()
+            return stat.S_ISREG(self._path(name).lstat().st_mode)
         except OSError:  # nothing there is to be seen
             return False
 
+    def takes(self, name: str) -> bool:
+        """Whether a file is to be written: it is not there, and the disk has refused none in the
+        last minute."""
+        return time.monotonic() >= self._rests_until and not self.has(name)
+
     def read(self, name: str) -> dict[str, np.ndarray] | None:
-        """Return a file's arrays; None: it is not there, or was damaged and is removed."""
+        """Return a file's arrays; None: it is not there, cannot be read, or was damaged and is
+        removed."""
         path = self._path(name)
         try:
             data = self._bytes_of(path)
-        except OSError:
+        except FileNotFoundError:  # another process has removed it
+            return None
+        except OSError as error:
+            self.unread += 1
+            if self.unread == 1:
+                reason = error.strerror or str(error)
+                log.warning("a stored prefix cannot be read", file=str(path), reason=reason)
             return None
         try:
             arrays = dict(load(data))
@@ -108,36 +124,37 @@ class BlockFiles:
 
     def write(self, name: str, arrays: Arrays) -> bool:
         """Put a file there, whole or not at all; False: the disk does not take it, which is said
-        once, or it is there."""
-        if time.monotonic() < self._rests_until or self.has(name):
-            return False
-        whole = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
-        data = save(whole, {"hash": _hash_of(name, whole)})
+        once a minute. Arrays lie in C order: safetensors writes the memory as it lies."""
+        assert all(array.flags.c_contiguous for array in arrays.values())
         path, cleared = self._path(name), self._cleared
-        if _size(len(data)) > self.max_bytes:
+        if sum(array.nbytes for array in arrays.values()) > self.max_bytes:
             return False
         temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may remove it
             path.parent.mkdir(mode=0o700, exist_ok=True)
             kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            with os.fdopen(os.open(temporary, kind, 0o600), "wb") as file:
-                file.write(data)
+            os.close(os.open(temporary, kind, 0o600))
+            save_file(dict(arrays), temporary, {"hash": _hash_of(name, arrays)})
+            size = _size(temporary.stat().st_size)
             with self._lock:  # `clear` comes before or after
                 if cleared != self._cleared:
                     _unlink(temporary)
                     return False
                 temporary.replace(path)
-                self.bytes += _size(len(data))
-        except OSError as error:
+                self.bytes += size
+        except (OSError, SafetensorError) as error:
             _unlink(temporary)
             self.refused += 1
             self._rests_until = time.monotonic() + REST_S
-            reason = error.strerror or str(error)
-            log.warning("prefixes are not written to disk for a minute", reason=reason)
+            reason = getattr(error, "strerror", None) or str(error)
+            log.warning(
+                "prefixes are not written to disk for a minute", file=str(path), reason=reason
+            )
             return False
-        if self.bytes > self.max_bytes:
-            self._make_room()
+        self._uncounted += size
+        if self.bytes > self.max_bytes or self._uncounted > COUNTED * self.max_bytes:
+            self.count()
         return True
 
     def touch(self, names: Iterable[str]) -> None:
@@ -156,6 +173,18 @@ class BlockFiles:
             for path, _, size in self._files():
                 self._remove(path, size)
             self.bytes = 0
+
+    def count(self) -> None:
+        """Count the files; remove the oldest if they are too many."""
+        files = self._files()
+        self.bytes, self._uncounted = sum(size for _, _, size in files), 0
+        if self.bytes <= self.max_bytes:
+            return
+        latest = time.time_ns() + int(AHEAD_S * 1e9)
+        for path, _, size in sorted(files, key=lambda file: file[1] if file[1] < latest else 0):
+            if self.bytes <= ROOM_KEPT * self.max_bytes:
+                return
+            self._remove(path, size)
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / f"{name}.safetensors"
@@ -187,18 +216,6 @@ class BlockFiles:
             sound = stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
             return file.read() if sound else b""
 
-    def _count(self) -> None:
-        self.bytes = sum(size for _, _, size in self._files())
-        if self.bytes > self.max_bytes:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        files = sorted(self._files(), key=lambda file: file[1])
-        self.bytes = sum(size for _, _, size in files)
-        for path, _, size in files:
-            if self.bytes <= ROOM_KEPT * self.max_bytes:
-                return
-            self._remove(path, size)
 
     def _remove(self, path: Path, size: int) -> None:
         try:
@@ -230,5 +247,6 @@ def _hash_of(name: str, arrays: Arrays) -> str:
     parts = [name.encode()]
     for key in sorted(arrays):
         array = arrays[key]
-        parts += [f"{key} {array.dtype} {array.shape}".encode(), array.tobytes()]
+        numbers = array.reshape(-1).view(np.uint8).data  # no copy
+        parts += [f"{key} {array.dtype} {array.shape}".encode(), numbers]
     return hashed(*parts)

@@ -97,3 +97,18 @@ class DiskPrefixes:
     @property
     def corrupt_files(self) -> int:
         return 0 if self.arrivals is None else self.arrivals.disk.files.corrupt
+
+    @property
+    def refused_files(self) -> int:
+        return 0 if self.arrivals is None else self.arrivals.disk.files.refused
+
+    @property
+    def dropped_bytes(self) -> int:
+        return 0 if self.arrivals is None else self.arrivals.disk.dropped_bytes
+
+    @property
+    def failed_reads(self) -> int:
+        """Files that cannot be read, and readings that the disk keeps waiting."""
+        if self.arrivals is None:
+            return 0
+        return self.arrivals.disk.late + self.arrivals.disk.files.unread

@@ -18,7 +18,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.mlx_lm_api import ArraysCache, make_prompt_cache
 
-FORMAT = 1
+FORMAT = 2
 """Of the files, and of how keys and values are computed: another number leaves the old files to be
 removed as unused."""
 COMPUTED_BY = ("mlx", "mlx-lm")  # other versions of them may compute other numbers

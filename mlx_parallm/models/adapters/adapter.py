@@ -43,13 +43,15 @@ class LoraPair:
 @dataclass(frozen=True)
 class AdapterWeights:
     """An adapter as it is served. Immutable: a publish makes a new one, requests in flight may
-    keep the old."""
+    keep the old. `content`: stands for its arrays in every process (`SharedWeights.note_contents`);
+    None: not known."""
 
     name: str
     version: int
     layers: Mapping[str, LoraPair]
     # tells arrays apart: names and versions may come again
     serial: int = field(default_factory=count(1).__next__)
+    content: str | None = None
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.engine.prefix_disk import arrivals as arrivals_module
 from mlx_parallm.engine.prefix_disk import disk as disk_module
 from mlx_parallm.engine.prefix_disk import files as files_module
 from mlx_parallm.engine.prefix_disk import opening as opening_module
@@ -42,6 +44,14 @@ from tests.engine.test_architectures import model_of
 
 FLIPS = int(os.environ.get("FLIPPED_BITS", "200"))
 PROMPT = ragged_prompts(1, seed=3, shortest=300, longest=300)[0]
+OPEN: list[PrefixDisk] = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 def started(
@@ -49,6 +59,7 @@ def started(
 ) -> Served:
     """An engine as a new process has it."""
     disk = PrefixDisk(BlockFiles(folder, most), "this model", recurrent=recurrent)
+    OPEN.append(disk)
     return serve(model or qwen3_model(), prefix_disk=disk, **options)
 
 
@@ -276,8 +287,9 @@ def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
     last = started(tmp_path, most=3 * size)
     assert answer(last, others[-1]).cached_tokens == 288
     assert answer(last, others[0]).cached_tokens < 288
-    smaller = started(tmp_path, most=size)  # a new bound holds at once
-    assert smaller.engine.on_disk.arrivals.disk.files.bytes <= size
+    smaller = started(tmp_path, most=size).engine.on_disk.arrivals.disk
+    smaller.settle()
+    assert smaller.files.bytes <= size, "a new bound holds at once"
 
 
 def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monkeypatch):
@@ -315,6 +327,7 @@ def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
     served = started(tmp_path)
     assert answer(served, PROMPT).token_ids == wanted
     served.engine.reset_prefix_cache()
+    served.engine.on_disk.arrivals.disk.settle()
     shutil.rmtree(tmp_path)
     served.engine.reset_prefix_cache()
     served.engine.on_disk.arrivals.disk.files._rests_until = 0.0
@@ -356,12 +369,128 @@ def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
     assert served.engine.on_disk.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
 
 
+def test_a_disk_that_hangs_keeps_no_request_and_no_end(tmp_path, monkeypatch):
+    wanted = answer(started(tmp_path), PROMPT).token_ids
+    warnings = []
+    log = SimpleNamespace(warning=lambda event, **values: warnings.append(event))
+    monkeypatch.setattr(disk_module, "log", log)
+    monkeypatch.setattr(disk_module, "END_S", 0.0)
+    served = started(tmp_path)
+    disk, hanging, answers = served.engine.on_disk.arrivals.disk, Event(), Event()
+    read = disk.files.read
+
+    def hung(name):
+        hanging.set()
+        answers.wait()
+        return read(name)
+
+    monkeypatch.setattr(disk.files, "read", hung)
+    served.engine.add(request("a", PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True))
+    served.engine.add(request("b", [*PROMPT[:200], 1], max_tokens=6, temperature=0.0))
+    hanging.wait()
+    assert not disk.hangs and not served.engine.on_disk.arrivals.arrived()
+    monkeypatch.setattr(disk_module, "PATIENCE_S", 0.0)
+    [done] = run(served.engine, [])["a"].completions
+    assert done.token_ids == wanted and done.cached_tokens == 0
+    assert served.engine.on_disk.failed_reads == 1 and warnings == ["prefixes_not_read"]
+    served.engine.add(request("c", [*PROMPT[:100], 2], max_tokens=1))
+    assert not served.engine.on_disk, "nobody waits for it any more"
+    served.engine.on_disk.close()
+    answers.set()
+    disk._reader._thread.join()
+    assert not disk.hangs and served.engine.on_disk.hit_tokens == 0
+
+
+def test_what_cannot_be_read_is_counted_and_what_is_no_file_is_replaced(tmp_path, monkeypatch):
+    """A file of another user, and a link in a block's place."""
+    wanted = answer(started(tmp_path), PROMPT).token_ids
+    opened = os.open
+
+    def forbidden(path, flags, mode=0o777, **options):
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, mode, **options)
+
+    served = started(tmp_path)
+    monkeypatch.setattr(os, "open", forbidden)
+    assert answer(served, PROMPT).token_ids == wanted
+    assert served.engine.on_disk.failed_reads == served.engine.on_disk.arrivals.disk.files.unread > 0
+    monkeypatch.setattr(os, "open", opened)
+    for path in files_of(tmp_path):
+        path.unlink()
+        path.symlink_to("/dev/zero")
+    answer(started(tmp_path), PROMPT)
+    assert answer(started(tmp_path), PROMPT).cached_tokens == 288
+
+
+def test_the_bound_holds_for_two_processes_and_a_clock_that_was_set_back(tmp_path):
+    one, other = (BlockFiles(tmp_path, 40 * 8192) for _ in range(2))
+    values = {"0.float32": np.zeros(1024, np.float32)}  # with its header two pages
+    for number in range(60):
+        (one, other)[number % 2].write(f"{number:04d}", values)
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 44 * 8192
+    left = files_of(tmp_path)
+    for path in left[:-5]:
+        os.utime(path, (2e10, 2e10))  # used before the clock went back
+    for number in range(60, 90):
+        one.write(f"{number:04d}", values)
+        assert one.has(f"{number:04d}") and all(path.exists() for path in left[-5:])
+
+
+def test_adapters_are_hashed_where_they_are_loaded(tmp_path, monkeypatch):
+    threads = []
+    content_of = arrivals_module.content_of
+
+    def noted(layers):
+        threads.append(current_thread().name)
+        return content_of(layers)
+
+    monkeypatch.setattr(arrivals_module, "content_of", noted)
+    plain = serve(qwen3_model())
+    plain.weights.add_adapter("first", random_adapter(plain, 1))
+    assert not threads, "without a disk nothing is hashed"
+    plain.weights.note_contents(noted)
+    assert threads == [current_thread().name], "what was there before the disk"
+    served = started(tmp_path)
+    loader = Thread(
+        target=lambda: served.weights.add_adapter("mine", random_adapter(served, 2)), name="loader"
+    )
+    loader.start()
+    loader.join()
+    answer(served, PROMPT, adapter="mine")
+    assert threads[1:] == ["loader"] and files_of(tmp_path)
+
+
+@pytest.mark.parametrize("make", [qwen3_model, halved])
+def test_the_engine_copies_nothing_for_the_disk(make, tmp_path, monkeypatch):
+    """It hands over views; they are cut, hashed and written in the writer's thread."""
+    given, threads = [], set()
+    served = started(tmp_path, make())
+    disk = served.engine.on_disk.arrivals.disk
+    write, stacked = disk.write, disk_module._stacked
+    monkeypatch.setattr(disk, "write", lambda *args: given.append(args) or write(*args))
+    monkeypatch.setattr(
+        disk_module, "_stacked", lambda each: threads.add(current_thread().name) or stacked(each)
+    )
+    answer(served, PROMPT)
+    answer(served, [*PROMPT[:170], *PROMPT[:80]])
+    pieces = [piece for _, _, parts, _ in given for piece in parts]
+    assert len(pieces) >= 3 and threads == {"prefix-writer"}
+    for piece in pieces:
+        for raw in piece.arrays:
+            assert not raw.values.flags.owndata
+            assert raw.values.shape[2] == piece.stop - piece.start, "only what is to be written"
+
+
 def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
     served = started(tmp_path)
     answer(served, PROMPT)
-    served.engine.reset_prefix_cache()
-    assert not files_of(tmp_path) and answer(served, PROMPT).cached_tokens == 0
     disk = served.engine.on_disk.arrivals.disk
+    served.engine.reset_prefix_cache()
+    assert answer(served, PROMPT).cached_tokens == 0, "what is removed behind it is not read"
+    disk.clear()
+    disk.settle()
+    assert not files_of(tmp_path)
     many = [Raw("float32", np.zeros((1, 1, 6400, 8), np.float32))]
     disk.write("root", tuple(range(6400)), [disk_module.StoredPiece(0, 6400, many)], None)
     disk.clear()
@@ -474,10 +603,10 @@ def test_what_killed_processes_left_half_written_goes(tmp_path):
     files.write("ab12", {"0.float32": np.zeros(3, np.float32)})
     half = files_of(tmp_path)[0].with_name(f"{files_module.TEMPORARY}1-x")
     half.write_bytes(b"x")
-    BlockFiles(tmp_path, 1 << 20)
+    files.count()
     assert half.exists(), "its process may write it still"
     os.utime(half, (0, 0))
-    BlockFiles(tmp_path, 1 << 20)
+    files.count()
     assert not half.exists() and len(files_of(tmp_path)) == 1
 
 
