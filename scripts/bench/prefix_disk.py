@@ -4,9 +4,13 @@ what writing them costs a decode.
     .venv/bin/python -m scripts.bench.prefix_disk --model build/smollm2/float32 --tokens 4000 --rounds 3
 
 Real servers (`mlx_parallm serve`), one at a time on an idle machine; the prompt's tokens are drawn
-anew for each round. The first server computes the prompt and is killed; the second reads it. The
-cost of writing: tokens a second of one stream while prompts of others are written, with a disk and
-without, in turns.
+anew for each round. The first server computes the prompt and is killed; the second reads it.
+
+    .venv/bin/python -m scripts.bench.prefix_disk --model build/smollm2/float32 --only writing --rounds 6
+
+What writing costs: the time of one stream beside eight clients whose prompts arrive one after the
+other, so that blocks are written all the while; a server with a disk and one without have the same
+work, in turns, and each pair begins with the other one.
 """
 
 import argparse
@@ -15,9 +19,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -26,6 +32,7 @@ from tests.soak.attack_target import PORT, Server
 
 WARM = [1] * 8  # a prompt that warms the server up
 OFF = "server.prefix_disk_bytes=0"
+LOST = ("prefix_disk_dropped_bytes_total", "prefix_disk_refused_files_total")
 
 
 @contextmanager
@@ -55,17 +62,73 @@ def first_token(server: Server, prompt: list[int]) -> tuple[float, int]:
     return took, usage["prompt_tokens"] - cached
 
 
-def decode_rate(server: Server, vocabulary: int, draw: random.Random, tokens: int) -> float:
-    """Tokens a second of one stream, from its first token on."""
-    prompt = [draw.randrange(vocabulary) for _ in range(16)]
-    body: dict[str, Any] = {"model": "default", "prompt": prompt, "max_tokens": tokens,
-                            "ignore_eos": True, "stream": True}  # fmt: skip
-    times = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=600) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
+@dataclass
+class Load:
+    """One stream, and prompts beside it, which are computed before it ends."""
+
+    stream: list[int]
+    tokens: int  # of the stream's answer
+    prompts: list[list[int]]
+
+    def seconds(self, server: Server) -> tuple[float, float]:
+        """Return the seconds from the stream's first token to its last one, and what of them was
+        left when the last prompt was computed."""
+        times: list[float] = []
+        ended = 0.0
+        feeding = Thread(target=lambda: self._feed(server))
+        body: dict[str, Any] = {"model": "default", "prompt": self.stream,
+                                "max_tokens": self.tokens, "ignore_eos": True,
+                                "stream": True}  # fmt: skip
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=3600) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
                 times.append(time.perf_counter())
-    return (tokens - 1) / (times[-1] - times[0])
+                if len(times) == 1:
+                    feeding.start()
+                if not ended and not feeding.is_alive():
+                    ended = times[-1]
+        feeding.join()
+        return times[-1] - times[0], times[-1] - ended if ended else 0.0
+
+    def _feed(self, server: Server) -> None:
+        for prompt in self.prompts:
+            body = {"model": "default", "prompt": prompt, "max_tokens": 1}
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=3600).raise_for_status()
+
+
+def writing(chosen: argparse.Namespace, folder: Path, disk: Sequence[str]) -> None:
+    """Print the time of a stream without a disk ÷ with one, in pairs."""
+    draw, vocabulary = random.Random(1), _vocabulary(chosen.model)
+    pairs = []
+    with (
+        serving(chosen.model, folder / "a", *disk) as on,
+        serving(chosen.model, folder / "b", OFF) as off,
+    ):
+        for number in range(chosen.rounds + 1):
+            prompts = [
+                [draw.randrange(vocabulary) for _ in range(chosen.beside)]
+                for _ in range(chosen.clients)
+            ]
+            stream = [draw.randrange(vocabulary) for _ in range(16)]
+            load = Load(stream, chosen.decoded, prompts)
+            before = on.metric("prefix_disk_used_bytes")
+            order = [on, off] if number % 2 else [off, on]
+            found = {id(server): load.seconds(server) for server in order}
+            written = (on.metric("prefix_disk_used_bytes") - before) / 1e6
+            (with_disk, left), (without, _) = found[id(on)], found[id(off)]
+            if not number:
+                continue  # both warm up
+            pairs.append(without / with_disk)
+            print(
+                f"pair {number}: {with_disk:.2f} s with a disk ({written:.0f} MB written, the last"
+                f" {left:.1f} s beside no prompt), {without:.2f} s without: {pairs[-1]:.3f}",
+                flush=True,
+            )
+        lost = {name: on.metric(name) for name in LOST}
+    print(f"decode while blocks are written, with / without: {statistics.median(pairs):.3f}")
+    print("not written:", ", ".join(f"{name} {count:.0f}" for name, count in lost.items()))
 
 
 def main() -> None:
@@ -75,41 +138,45 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoded", type=int, default=400, help="tokens of the decode's stream")
+    parser.add_argument("--only", choices=("reading", "writing"))
+    parser.add_argument("--decoded", type=int, default=400, help="tokens of the timed stream")
+    parser.add_argument("--clients", type=int, default=8, help="prompts beside it")
+    parser.add_argument("--beside", type=int, default=1056, help="tokens of each")
     chosen = parser.parse_args()
-    config = json.loads((Path(chosen.model) / "config.json").read_text())
-    draw, vocabulary = random.Random(0), int(config["vocab_size"]) - 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         disk = ("server.prefix_disk_bytes=20000000000", f"server.prefix_disk='{folder / 'disk'}'")
-        ratios = []
-        for number in range(chosen.rounds):
-            prompt = [draw.randrange(vocabulary) for _ in range(chosen.tokens)]
-            with serving(chosen.model, folder, *disk) as server:
-                first_token(server, WARM)
-                computed, all_tokens = first_token(server, prompt)
-                first_token(server, WARM)  # its blocks are written behind it
-                written = _settled(folder / "disk")
-            with serving(chosen.model, folder, *disk) as server:
-                first_token(server, WARM)
-                read, left = first_token(server, prompt)
-            ratios.append(read / computed)
-            print(
-                f"round {number}: computed {computed:.2f} s ({all_tokens} tokens), read"
-                f" {read:.3f} s ({left} computed): {ratios[-1]:.3f}; {written / 1e6:.0f} MB",
-                flush=True,
-            )
-        print(f"time to the first token, read / computed: {statistics.median(ratios):.3f}")
-        rates: dict[str, list[float]] = {"disk": [], "without": []}
-        with (
-            serving(chosen.model, folder / "a", *disk) as on,
-            serving(chosen.model, folder / "b", OFF) as off,
-        ):
-            for _ in range(2 * chosen.rounds + 1):
-                rates["disk"].append(decode_rate(on, vocabulary, draw, chosen.decoded))
-                rates["without"].append(decode_rate(off, vocabulary, draw, chosen.decoded))
-        pairs = [a / b for a, b in zip(rates["disk"][1:], rates["without"][1:], strict=True)]
-        print(f"decode, with / without: {statistics.median(pairs):.3f} ({pairs})")
+        if chosen.only != "writing":
+            reading(chosen, folder, disk)
+        if chosen.only != "reading":
+            writing(chosen, folder, disk)
+
+
+def reading(chosen: argparse.Namespace, folder: Path, disk: Sequence[str]) -> None:
+    """Print the time to the first token after a restart ÷ that of computing the prompt."""
+    draw, vocabulary, ratios = random.Random(0), _vocabulary(chosen.model), []
+    for number in range(chosen.rounds):
+        prompt = [draw.randrange(vocabulary) for _ in range(chosen.tokens)]
+        with serving(chosen.model, folder, *disk) as server:
+            first_token(server, WARM)
+            computed, all_tokens = first_token(server, prompt)
+            first_token(server, WARM)  # its blocks are written behind it
+            written = _settled(folder / "disk")
+        with serving(chosen.model, folder, *disk) as server:
+            first_token(server, WARM)
+            read, left = first_token(server, prompt)
+        ratios.append(read / computed)
+        print(
+            f"round {number}: computed {computed:.2f} s ({all_tokens} tokens), read"
+            f" {read:.3f} s ({left} computed): {ratios[-1]:.3f}; {written / 1e6:.0f} MB",
+            flush=True,
+        )
+    print(f"time to the first token, read / computed: {statistics.median(ratios):.3f}")
+
+
+def _vocabulary(model: str) -> int:
+    config = json.loads((Path(model) / "config.json").read_text())
+    return int(config["vocab_size"]) - 1
 
 
 def _settled(folder: Path) -> int:

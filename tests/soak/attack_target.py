@@ -81,6 +81,12 @@ class Server:
         except httpx.TransportError:
             return False
 
+    def metric(self, name: str) -> float:
+        """Return the first number of /metrics whose name begins so."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        found = next(line for line in lines if line.startswith(f"mlx_parallm_{name}"))
+        return float(found.split()[-1])
+
     def post(
         self, path: str, body: Any = None, *, timeout_s: float = 120.0, **options: Any
     ) -> httpx.Response:

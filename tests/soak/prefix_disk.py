@@ -111,11 +111,6 @@ class Servers:
         self.cached.process.wait()
         self.cached = self._start()
 
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.cached.url}/metrics", timeout=30).text
-        lines = [line for line in text.splitlines() if line.startswith(f"mlx_parallm_{name}")]
-        return float(lines[0].split()[-1])
-
     def end(self) -> None:
         self.cached.end()
         self.plain.end()
@@ -133,8 +128,8 @@ def main() -> int:
         servers = Servers(Path(folder))
         try:
             counts = converse(servers, chosen.conversations, chosen.turns, chosen.kills)
-            corrupt = servers.metric("prefix_disk_corrupt_files")
-            on_disk = servers.metric("prefix_disk_used_bytes") / 1e6
+            corrupt = servers.cached.metric("prefix_disk_corrupt_files")
+            on_disk = servers.cached.metric("prefix_disk_used_bytes") / 1e6
         finally:
             servers.end()
     print(

@@ -65,8 +65,6 @@ class PrefixArrivals:
         self.waiting: list[Arrival] = []
         self.hit_tokens = 0  # that were read and taken into the cache
         self.read_seconds = 0.0
-        # of its own: on the step's stream a view would wait for the step that is under way
-        self._views = mx.new_stream(mx.cpu)
         weights.note_contents(content_of)
 
     def __len__(self) -> int:
@@ -175,7 +173,7 @@ class PrefixArrivals:
             states = None
             if save.of is not None and save.position % BLOCK == 0:
                 held = save.of.snapshots.get(save.position)
-                states = None if not held else self._states(save.position, held)
+                states = None if not held else _states(save.position, held)
             if pieces or states is not None:
                 self.disk.write(place.root, save.text, pieces, states)
 
@@ -190,7 +188,7 @@ class PrefixArrivals:
                 chunk.stop,
                 [
                     _cut(raw, first - chunk.start, chunk.stop - chunk.start)
-                    for raw in _raw(chunk.segment.arrays, self._views)
+                    for raw in _raw(chunk.segment.arrays)
                 ],
             )
             for chunk in chunks
@@ -243,10 +241,6 @@ class PrefixArrivals:
         root = hashed(self.disk.model.encode(), adapter.encode(), repr(salt).encode())
         return Place(root, ((serial, False, base), salt))
 
-    def _states(self, position: int, arrays: Sequence[mx.array | None]) -> States:
-        raws = iter(_raw([array for array in arrays if array is not None], self._views))
-        return States(position, [None if array is None else next(raws) for array in arrays])
-
 
 def content_of(layers: Mapping[str, LoraPair]) -> str:
     """Return a hash of an adapter's layers: paths, factors and arrays. In the thread that loads
@@ -262,16 +256,21 @@ def content_of(layers: Mapping[str, LoraPair]) -> str:
     return hashed(repr((texts, shapes)).encode(), *(raw.values.tobytes() for raw in raws))
 
 
-def _raw(arrays: Sequence[mx.array], stream: mx.Stream | None = None) -> list[Raw]:
+def _raw(arrays: Sequence[mx.array]) -> list[Raw]:
     """Return numpy's views of evaluated arrays."""
-    shown = [
-        array.view(WITHOUT[array.dtype], stream=stream) if array.dtype in WITHOUT else array
+    shown = [  # on a GPU's stream a view would wait for the step that is under way
+        array.view(WITHOUT[array.dtype], stream=mx.cpu) if array.dtype in WITHOUT else array
         for array in arrays
     ]
     mx.eval(shown)
     return [
         Raw(NAMES[array.dtype], np.asarray(view)) for array, view in zip(arrays, shown, strict=True)
     ]
+
+
+def _states(position: int, arrays: Sequence[mx.array | None]) -> States:
+    raws = iter(_raw([array for array in arrays if array is not None]))
+    return States(position, [None if array is None else next(raws) for array in arrays])
 
 
 def _cut(raw: Raw, start: int, stop: int) -> Raw:

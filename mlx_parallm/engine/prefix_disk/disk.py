@@ -83,7 +83,7 @@ class PrefixReading:
             return None
 
 
-class Worker:
+class DiskThread:
     """A thread that does one thing after the other. The process does not wait for its end: a disk
     may hang."""
 
@@ -128,7 +128,7 @@ class PrefixDisk:
         self._closed = Event()
         self._cleared = 0
         self._busy_since: float | None = None  # of the part that is being read
-        self._reader, self._writer = Worker("prefix-reader"), Worker("prefix-writer")
+        self._reader, self._writer = DiskThread("prefix-reader"), DiskThread("prefix-writer")
         self._writer.do(files.count)
 
     @property
@@ -304,8 +304,8 @@ def _arrays(raws: Sequence[Raw | None]) -> dict[str, np.ndarray]:
         name, values = ("none", NONE) if raw is None else (raw.dtype, raw.values)
         alike[name, values.shape][place] = values
     return {
-        f"{','.join(map(str, found))}.{name}": _stacked([*found.values()])
-        for (name, _), found in alike.items()
+        f"{','.join(map(str, columns))}.{name}": _stacked([*columns.values()])
+        for (name, _), columns in alike.items()
     }
 
 
@@ -315,9 +315,9 @@ def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _raws(arrays: Mapping[str, np.ndarray]) -> list[Raw | None]:
-    found: dict[int, Raw | None] = {}
+    by_place: dict[int, Raw | None] = {}
     for key, stacked in arrays.items():
         places, dtype = key.split(".")
         for index, place in enumerate(map(int, places.split(","))):
-            found[place] = None if dtype == "none" else Raw(dtype, stacked[index])
-    return [found[place] for place in sorted(found)]
+            by_place[place] = None if dtype == "none" else Raw(dtype, stacked[index])
+    return [by_place[place] for place in sorted(by_place)]

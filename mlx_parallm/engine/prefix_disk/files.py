@@ -216,7 +216,6 @@ class BlockFiles:
             sound = stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
             return file.read() if sound else b""
 
-
     def _remove(self, path: Path, size: int) -> None:
         try:
             path.unlink()
@@ -244,7 +243,7 @@ def _size(size: int) -> int:
 
 
 def _hash_of(name: str, arrays: Arrays) -> str:
-    parts = [name.encode()]
+    parts: list[bytes | memoryview] = [name.encode()]
     for key in sorted(arrays):
         array = arrays[key]
         numbers = array.reshape(-1).view(np.uint8).data  # no copy

@@ -414,7 +414,9 @@ def test_what_cannot_be_read_is_counted_and_what_is_no_file_is_replaced(tmp_path
     served = started(tmp_path)
     monkeypatch.setattr(os, "open", forbidden)
     assert answer(served, PROMPT).token_ids == wanted
-    assert served.engine.on_disk.failed_reads == served.engine.on_disk.arrivals.disk.files.unread > 0
+    assert (
+        served.engine.on_disk.failed_reads == served.engine.on_disk.arrivals.disk.files.unread > 0
+    )
     monkeypatch.setattr(os, "open", opened)
     for path in files_of(tmp_path):
         path.unlink()
