@@ -519,6 +519,12 @@ def test_the_engine_that_stands_still_for_longest_is_the_one_that_counts() -> No
     assert summed([works, replace(HEALTHY, last_step_time=1.0)]).last_step_time == 9.0, (
         "it has nothing to do"
     )
+    counted = replace(
+        HEALTHY, draft_tokens=2, prefix_disk_dropped_bytes=3, prefix_disk_used_bytes=5
+    )
+    both = summed([counted, counted])
+    assert (both.draft_tokens, both.prefix_disk_dropped_bytes) == (4, 6)
+    assert both.prefix_disk_used_bytes == 5, "they share the directory"
 
 
 def test_a_heartbeat_that_stops_is_noticed_and_one_that_goes_on_is_not(

@@ -3,12 +3,13 @@ server without any prefix cache, and most tokens of the prompts are read from me
 
     .venv/bin/python -m tests.soak.prefix_disk --conversations 200 --turns 8 --kills 20
 
-Real processes of `mlx_parallm serve` with the shipped tiny model, kill -9. Each turn's prompt is the
+Real processes of `mlx_parallm serve` with the shipped tiny model, or `--model`, kill -9. Each turn's prompt is the
 whole conversation so far. An answer counts as equal if its ids are, up to a place where the two best
 log-probabilities are within the engine's contract of each other (1e-4, docs/serving.md).
 """
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 import httpx
 from rich.progress import track
 
-from tests.soak.attack_target import Server
+from tests.soak.attack_target import PORT, Server
 
 TIE = 2e-4
 SYSTEM = 150  # tokens that all conversations of one agent begin with
@@ -50,7 +51,7 @@ def ask(url: str, prompt: list[int]) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
@@ -71,14 +72,15 @@ def converse(
     servers: "Servers", conversations: int, turns: int, kills: int, seed: int = 0
 ) -> Counts:
     draw, counts = random.Random(seed), Counts()
-    agents = [[draw.randrange(3, 280) for _ in range(SYSTEM)] for _ in range(AGENTS)]
+    most = servers.vocabulary
+    agents = [[draw.randrange(3, most) for _ in range(SYSTEM)] for _ in range(AGENTS)]
     dying = set(draw.sample(range(conversations * turns), kills))
     texts = [list(draw.choice(agents)) for _ in range(conversations)]
     schedule = [number for number in range(conversations) for _ in range(turns)]
     order = sorted(range(len(schedule)), key=lambda i: (i % turns, draw.random()))
     for step, index in enumerate(track(order, "turns")):
         text = texts[schedule[index]]
-        text += [draw.randrange(3, 280) for _ in range(draw.randrange(4, 20))]
+        text += [draw.randrange(3, most) for _ in range(draw.randrange(4, 20))]
         if step in dying:
             servers.kill()
             counts.kills += 1
@@ -93,9 +95,12 @@ def converse(
 
 
 class Servers:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str) -> None:
         self._folder = folder
-        self.plain = Server(folder / "plain", "server.prefix_cache_bytes=0")
+        self._command = ("mlx_parallm_serve", "--model-path", model, "--port", PORT)
+        config = Path(model) / "config.json"
+        self.vocabulary = json.loads(config.read_text())["vocab_size"] if config.exists() else 280
+        self.plain = Server(folder / "plain", "server.prefix_cache_bytes=0", command=self._command)
         self.cached = self._start()
 
     def _start(self) -> Server:
@@ -104,6 +109,7 @@ class Servers:
             self._folder / "cached",
             "server.prefix_disk_bytes=2000000000",
             f"server.prefix_disk='{disk}'",
+            command=self._command,
         )
 
     def kill(self) -> None:
@@ -123,9 +129,10 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--model", default="builtin:tiny")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        servers = Servers(Path(folder))
+        servers = Servers(Path(folder), chosen.model)
         try:
             counts = converse(servers, chosen.conversations, chosen.turns, chosen.kills)
             corrupt = servers.cached.metric("prefix_disk_corrupt_files")
