@@ -26,11 +26,14 @@ from mlx_parallm.rewards.judge_models import (
     mark_of,
     report_problems,
 )
+from mlx_parallm.rewards.judge_replies import answer_begins
 from mlx_parallm.rewards.part_tools import Completions, texts_of, to_binary
 
 HIGHEST = 10
 CRITERIA = "Judge how well the answer does what was asked: right, complete and to the point."
-SCORE = re.compile(r"score\**\s*[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+NUMBER = r"(-?\d+(?:\.\d+)?)(?![,.]?\d)(?:\s*(%)|\s*/\s*(\d+(?:\.\d+)?))?"
+SCORE = re.compile(r"score\**\s*[:=]\s*+\**+\s*+" + NUMBER, re.IGNORECASE)
+ALONE = re.compile(rf"[^\w-]*{NUMBER}\W*")
 RANKING = re.compile(r"ranking\**\s*[:=]\s*+\**+\s*+(\d[\d ,>]*)", re.IGNORECASE)
 
 Mode = Literal["score", "rank"]
@@ -161,19 +164,30 @@ class ModelJudge:
 
 
 def parse_score(text: str) -> float | None:
-    """Return the last "Score: N", or a text that is only N, as N / 10; None: missing, or
-    it is not 0 to 10."""
-    scores = SCORE.findall(text) or re.findall(r"^\W*(\d+(?:\.\d+)?)\W*$", text.strip())
-    score = float(scores[-1]) if scores else -1.0
-    return score / HIGHEST if 0 <= score <= HIGHEST else None
+    """Return the last "Score: N" behind the reasoning, or a text that is only N, as N / 10; N/M and
+    N% as they are; None: missing, or not from 0 to the highest."""
+    answer = _answer(text)
+    alone = ALONE.fullmatch(answer.strip())
+    scores = list(SCORE.finditer(answer)) or [alone]
+    if scores[-1] is None:
+        return None
+    number, percent, of = scores[-1].groups()
+    highest = 100.0 if percent else float(of or HIGHEST)
+    return float(number) / highest if 0 <= float(number) <= highest and highest else None
 
 
 def parse_ranking(text: str, size: int) -> list[int] | None:
     """Return the last "Ranking: 2 > 3 > 1" as positions from 0, best first; None: it does not
     name each answer once."""
-    rankings = RANKING.findall(text)
+    rankings = RANKING.findall(_answer(text))
     order = [int(number) - 1 for number in re.findall(r"\d+", rankings[-1])] if rankings else []
     return order if sorted(order) == list(range(size)) else None
+
+
+def _answer(text: str) -> str:
+    """Return a reply behind its reasoning; "": that does not end."""
+    begins = answer_begins(text)
+    return "" if begins is None else text[begins:]
 
 
 def _pointwise(prompt: str, answer: str, criteria: str) -> Messages:

@@ -1,14 +1,29 @@
-"""How a group judge's reply is read: JSON with a reason and a score for each answer."""
+"""How a group judge's reply is read: JSON with a reason and a score for each answer.
+
+A server that is not held to a schema writes more than the JSON: words, a code block, its reasoning,
+a draft, the rubric's example. The last object counts, behind the reasoning; objects that follow it
+directly, each with answers of its own, are one. What may be read in two ways has no score.
+"""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.rewards.code import fenced
-
-TRIES = 64
+TRIES = 1000
 """Places in a reply at which a JSON object may begin."""
+NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
+BEGINS = re.compile(r'\{\s*(?:"|$)')
+TRAILING = re.compile(r",\s*[}\]]")
+BETWEEN = re.compile(r"[\s,;`]*(?:json\s*)?", re.IGNORECASE)
+"""What may stand between two objects that are one reply: lines, commas, fences."""
+THINKING = re.compile(
+    r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])", re.IGNORECASE
+), re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]", re.IGNORECASE)
+NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|/\s*([0-9]*\.?[0-9]+))?\s*")
+"""A score in quotes: 0.8, 80%, 8/10."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
     return made
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object)
+DECODER = json.JSONDecoder(object_pairs_hook=_object, strict=False)  # lines in a text
 
 
 def name_of(place: int) -> str:
@@ -72,54 +87,126 @@ def name_of(place: int) -> str:
 def read(text: str, size: int, longest: int) -> Found:
     """Read the verdicts on `size` answers. `longest`: characters of a reason, of which twice as
     many are kept. Raises nothing."""
-    reply = next((each for each in _objects(text) if _is_form(each)), None)
-    if reply is None:
-        why = "there is none" if not text.strip() else f"it begins {text.strip()[:60]!r}"
-        return Found(
-            [AnswerVerdict(None, f"the reply is not the JSON asked for: {why}")] * size, False
-        )
+    try:
+        reply = _reply(text)
+    except ValueError as error:
+        why = AnswerVerdict(None, f"the reply is not the JSON asked for: {error}")
+        return Found([why] * size, False)
     names = [name_of(place) for place in range(size)]
-    verdicts = [_verdict(reply, name, 2 * longest) for name in names]
-    return Found(verdicts, True, [key[:40] for key in reply if key not in names])
+    verdicts = [_verdict(reply.get(name, []), 2 * longest) for name in names]
+    return Found(verdicts, True, [name[:40] for name in reply if name not in names])
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """Yield the JSON objects that the reply may be: the whole text, its last code block, and the
-    first one that ends where the text ends."""
-    blocks = fenced(text)
-    for whole in (text, *(code for _, code in blocks[-1:])):
-        try:
-            yield DECODER.decode(whole)
-        except (ValueError, RecursionError):
+def answer_begins(text: str, data: Sequence[tuple[int, int]] = ()) -> int | None:
+    """Return where a reply begins behind its reasoning, 0 without any; None: that does not end.
+    `data`: parts of the text in which no marker counts. A reply may lack the first marker: the
+    chat template has written it."""
+    start, end = THINKING
+    ends = [
+        mark.end()
+        for mark in end.finditer(text)
+        if not any(begun <= mark.start() < ended for begun, ended in data)
+    ]
+    if ends:
+        return ends[-1]
+    return None if start.match(text) else 0
+
+
+def _reply(text: str) -> dict[str, list[Any]]:
+    """Return all entries of a reply by the names of the answers. Raises ValueError: it has none."""
+    objects = list(_objects(text))
+    begins = answer_begins(text, [(start, end) for start, end, own in objects if own])
+    if begins is None:
+        raise ValueError("its reasoning does not end")
+    entries: dict[str, list[Any]] = {}
+    last, whole = begins, True
+    for start, end, own in objects:
+        if start < begins:
             continue
-    ended, place = text.rstrip(), -1
-    for _ in range(TRIES):
-        place = ended.find("{", place + 1)
-        if place < 0:
-            return
+        whole = bool(own)
+        if own and (not BETWEEN.fullmatch(text, last, start) or own.keys() & entries.keys()):
+            entries = {}
+        entries |= own
+        last = end
+    if not whole:
+        raise ValueError(f"it is cut off: it ends {text[-60:]!r}")
+    if not entries:
+        said = text[begins:].strip()
+        raise ValueError(f"it begins {said[:60]!r}" if said else "there is none")
+    return entries
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, list[Any]]]]:
+    """Yield place, end and entries of each JSON object that names answers, of one within another
+    only if the outer one names none; and the place of each that does not end, without entries.
+    Raises ValueError: too many places to try."""
+    place, tries = text.find("{"), 0
+    while place >= 0:
+        tries += 1
+        if tries > TRIES:
+            raise ValueError(f"it has more than {TRIES} braces")
+        own: dict[str, list[Any]] = {}
         try:
-            value, end = DECODER.raw_decode(ended, place)
+            value, end = _decode(text, place)
+            own = _by_name(value)
         except (ValueError, RecursionError):
-            continue
-        if end == len(ended):
-            yield value
+            if BEGINS.match(text, place):
+                yield place, place + 1, own
+        if own:
+            yield place, end, own
+        place = text.find("{", end if own else place + 1)
 
 
-def _is_form(value: Any) -> bool:
-    return isinstance(value, _Object) and any(key.startswith("answer_") for key in value)
+def _decode(text: str, place: int) -> tuple[_Object, int]:
+    """Return the JSON object at a place and its end, whatever commas trail in it. Raises ValueError,
+    RecursionError."""
+    while True:
+        try:
+            return DECODER.raw_decode(text, place)
+        except json.JSONDecodeError as error:
+            comma = text.rfind(",", place, error.pos + 1)
+            if comma < 0 or not TRAILING.match(text, comma):
+                raise
+            text = f"{text[:comma]} {text[comma + 1 :]}"
 
 
-def _verdict(reply: _Object, name: str, longest: int) -> AnswerVerdict:
-    if name not in reply:
+def _by_name(value: _Object) -> dict[str, list[Any]]:
+    """Return what an object holds for each answer that it names, however it writes the names."""
+    entries: dict[str, list[Any]] = {}
+    for key, entry in value.items():
+        if name := NAME.fullmatch(key):
+            entries.setdefault(name_of(int(name[1]) - 1), []).extend(
+                [entry] * (1 + (key in value.twice))
+            )
+    return entries
+
+
+def _verdict(entries: Sequence[Any], longest: int) -> AnswerVerdict:
+    if not entries:
         return AnswerVerdict(None, "the judge left it out")
-    entry = reply[name]
-    if name in reply.twice or (isinstance(entry, _Object) and "score" in entry.twice):
+    entry = entries[0]
+    if len(entries) > 1 or (isinstance(entry, _Object) and "score" in entry.twice):
         return AnswerVerdict(None, "the judge gave it two scores")
-    score = entry.get("score") if isinstance(entry, _Object) else entry
+    written = entry.get("score") if isinstance(entry, _Object) else entry
     reason = entry.get("reason", "") if isinstance(entry, _Object) else ""
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        return AnswerVerdict(None, f"the judge's score is not a number: {str(score)[:40]!r}")
+    score = number_of(written)
+    if score is None:
+        return AnswerVerdict(None, f"the judge's score is not a number: {str(written)[:40]!r}")
     if not 0 <= score <= 1:  # NaN too
-        return AnswerVerdict(None, f"the judge's score is not from 0 to 1: {str(score)[:40]}")
+        return AnswerVerdict(None, f"the judge's score is not from 0 to 1: {str(written)[:40]}")
     words = str(reason).encode("utf-8", "replace").decode()
-    return AnswerVerdict(float(score), words if len(words) <= longest else f"{words[:longest]} …")
+    return AnswerVerdict(score, words if len(words) <= longest else f"{words[:longest]} …")
+
+
+def number_of(written: Any) -> float | None:
+    """Return a score that is a number or a text of one: "0.8", "80%", "8/10"; None: it is
+    neither."""
+    if isinstance(written, int | float) and not isinstance(written, bool):
+        return float(written) if abs(written) <= 1 else math.inf
+    parts = NUMBER.fullmatch(written) if isinstance(written, str) else None
+    return None if parts is None else _share(parts[1], parts[2], parts[3])
+
+
+def _share(number: str, percent: str | None, of: str | None) -> float:
+    whole = 100.0 if percent else float(of or 1)
+    return float(number) / whole if whole else math.inf

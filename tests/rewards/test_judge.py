@@ -234,17 +234,22 @@ async def test_the_base_is_asked_with_the_adapter_off(tiny_tokenizer):
 
 
 def test_how_answers_of_judges_are_read():
-    texts = [
-        "Score: 7",
-        "score = 7.5 / 10",
-        "**Score**: 10",
-        "Score: 3 … Score: 4",
-        "8",
-        "8/10 well",
-        "Score: 11",
-    ]
-    assert [parse_score(text) for text in texts] == [0.7, 0.75, 1.0, 0.4, 0.8, None, None]
-    assert [parse_score(text) for text in ("", "Score: -1", "Score: seven", "100")] == [None] * 4
+    scores = {
+        "Score: 7": 0.7,
+        "score = 7.5 / 10": 0.75,
+        "**Score**: 10": 1.0,
+        "Score: 3 … Score: 4": 0.4,
+        "8": 0.8,
+        "**8/10**": 0.8,
+        "Score: 4/5": 0.8,
+        "Score: 80%": 0.8,
+        "8 %": 0.08,
+        "<think>Score: 9?</think>Score: 2": 0.2,
+        **dict.fromkeys(("8/10 well", "Score: 11", "Score: 7,5", "Score: 1/0", "-8"), None),
+        **dict.fromkeys(("", "Score: -1", "Score: seven", "100", "<think>Score: 9"), None),
+        "Score: 9, I thought.\n</think>\nI cannot say.": None,
+    }
+    assert {text: parse_score(text) for text in scores} == scores
     assert parse_ranking("Ranking: 1 > 2\nNo. Ranking: 2 > 3 > 1.", 3) == [1, 2, 0]
     assert parse_ranking("ranking: 2, 1\n3 of them", 2) == [1, 0]
     wrong = ("Ranking: 1 > 1", "Ranking: 1", "Ranking: 1 > 2 > 3", "1 > 2")
