@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Unpack
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
@@ -30,7 +30,9 @@ from mlx_parallm.rewards.judge_models import (
     JudgeInference,
     JudgeModel,
     JudgeReply,
+    ModelOptions,
     Question,
+    asks_a_model,
     judge_model,
     report_problems,
 )
@@ -50,32 +52,25 @@ ROOM = 64
 """Tokens of one answer's score, name and quotes in a reply, beside its reason."""
 
 
+@asks_a_model
 def group_judge(
     *,
-    judge: str,
     rubric: str | Sequence[str | Mapping[str, Any]] | None = None,
     rubric_column: str | None = None,
     aggregation: Aggregation = "implicit",
     both_orders: float = 0.1,
-    model: str | None = None,
-    api_key_file: str | None = None,
     structured: bool = True,
     reason_length: int = 240,
     max_tokens: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    timeout_s: float = 300.0,
-    retries: int = 2,
-    concurrency: int = 16,
     seed: int = 0,
     name: str = NAME,
     threshold: float | None = None,
+    **model: Unpack[ModelOptions],
 ) -> "GroupJudge":
     """A language model's opinion of all answers of a group, seen together: 0 to 1 for each, with a
     reason.
 
     Args:
-        judge: an endpoint's URL with its version ("http://127.0.0.1:8000/v1"), "base",
-            "policy@VERSION" or "python:file.py:function" of (messages, schema).
         rubric: what makes an answer good: a text, or a list of criteria, each a text or
             { criterion, weight }.
         rubric_column: column with a row's own rubric; None in it: `rubric`.
@@ -83,17 +78,12 @@ def group_judge(
             weighted mean of the scores.
         both_orders: share of the groups that are judged twice, the second time in the reverse
             order; the score is the mean.
-        model: the endpoint's name of the model.
-        api_key_file: file that holds the endpoint's key.
         structured: hold the reply to a JSON schema; false for a server that cannot.
         reason_length: characters of the reason for each answer.
         max_tokens: of a reply; default: room for the reasons.
-        chat_template_kwargs: e.g. { enable_thinking = false }.
-        timeout_s: of one request.
-        retries: further tries of an endpoint that is busy or cannot be reached.
-        concurrency: requests at once.
         seed: of the order in which the answers are shown.
         name: of its metrics and notes; default: that of the reward (the second: group_judge#2).
+        model: `judge_models.ModelOptions`.
 
     Metrics, under the name: requests, cached, prompt_tokens, completion_tokens, seconds, unscored,
     unread; score_spread, length_correlation; order_agreement, order_difference, position_bias.
@@ -109,16 +99,7 @@ def group_judge(
         raise ConfigError(f'aggregation = {aggregation!r}: "implicit" or "explicit"')
     if rubric_column is not None and not rubric_column.isidentifier():
         raise ConfigError(f"rubric_column = {rubric_column!r}: it has to be a Python identifier")
-    judging_model = judge_model(
-        judge,
-        model=model,
-        api_key_file=api_key_file,
-        chat_template_kwargs=chat_template_kwargs,
-        timeout_s=timeout_s,
-        retries=retries,
-        concurrency=concurrency,
-        max_tokens=max_tokens,
-    )
+    judging_model = judge_model(max_tokens=max_tokens, **model)
     try:
         task_rubric = None if rubric is None else rubric_of(rubric)
     except ValueError as error:

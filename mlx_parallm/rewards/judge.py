@@ -10,8 +10,8 @@ import asyncio
 import random
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.base import UNSCORED
@@ -20,8 +20,10 @@ from mlx_parallm.rewards.judge_models import (
     JudgeModel,
     JudgeReply,
     Messages,
+    ModelOptions,
     Question,
     as_data,
+    asks_a_model,
     judge_model,
     mark_of,
     report_problems,
@@ -39,35 +41,25 @@ RANKING = re.compile(r"ranking\**\s*[:=]\s*+\**+\s*+(\d[\d ,>]*)", re.IGNORECASE
 Mode = Literal["score", "rank"]
 
 
+@asks_a_model
 def judge(
     *,
-    judge: str,
-    model: str | None = None,
-    api_key_file: str | None = None,
     mode: Mode = "score",
     criteria: str = CRITERIA,
     max_tokens: int = 256,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     timeout_s: float = 120.0,
-    retries: int = 2,
-    concurrency: int = 16,
     threshold: float | None = None,
+    **model: Unpack[ModelOptions],
 ) -> "ModelJudge":
     """A language model's opinion, 0 to 1. `rank` compares the answers of a group in one request: 1
     for the best, 0 for the worst, the others evenly between. `score` asks for 0 to 10 for each
     answer.
 
     Args:
-        judge: an endpoint's URL with its version ("http://127.0.0.1:8000/v1"), "base",
-            "policy@VERSION" or "python:file.py:function".
-        model: the endpoint's name of the model.
-        api_key_file: file that holds the endpoint's key.
         criteria: of a good answer, as text for the judge.
         max_tokens: of the judge's reply, with its reasons before the score.
-        chat_template_kwargs: e.g. { enable_thinking = false }.
         timeout_s: of one request.
-        retries: further tries of an endpoint that is busy or cannot be reached.
-        concurrency: requests to the endpoint at once.
+        model: `judge_models.ModelOptions`.
 
     Metrics: judge/requests, judge/prompt_tokens, judge/completion_tokens and judge/unscored of each
     group.
@@ -76,16 +68,7 @@ def judge(
     """
     if mode not in ("score", "rank"):
         raise ConfigError(f'mode = {mode!r}: "score" or "rank"')
-    judging_model = judge_model(
-        judge,
-        model=model,
-        api_key_file=api_key_file,
-        chat_template_kwargs=chat_template_kwargs,
-        timeout_s=timeout_s,
-        retries=retries,
-        concurrency=concurrency,
-        max_tokens=max_tokens,
-    )
+    judging_model = judge_model(max_tokens=max_tokens, **{**model, "timeout_s": timeout_s})
     return ModelJudge(judging_model, mode, criteria, threshold, max_tokens)
 
 

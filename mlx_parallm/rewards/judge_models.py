@@ -9,6 +9,7 @@ foresee.
 
 import asyncio
 import hashlib
+import inspect
 import json
 import re
 import time
@@ -17,12 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 from mlx_parallm.errors import (
     AdapterError,
     ConfigError,
+    ContextLengthError,
     EndpointError,
     RequestError,
     RolloutRejectedError,
@@ -40,15 +42,23 @@ from mlx_parallm.types import (
 )
 
 log = get_logger("rewards")
+T = TypeVar("T")
 
 BASE = "base"
 VERSION = re.compile(r"policy@(\d+)")
 FORMS = (
     '"base", "policy@VERSION", "python:file.py:function", or a URL like http://127.0.0.1:8000/v1'
 )
-CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]|<(?=[|｜/!?\w])|\[(?=/?[A-Z_]{2,}\])")
+CONTROL = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f"
+    r"\ud800-\udfff]|[<\uff1c\ufe64](?=[|｜/!?\w])|[\[\uff3b](?=/?[A-Z_]{2,}[\]\uff3d])"
+)
 """Characters that JSON leaves as they are and that a reader may take for more than text: ends of
-lines, halves of characters, and the first one of a chat template's marks and of tags."""
+lines, halves of characters, those that nobody sees, and the first one of a chat template's marks
+and of tags, or of what a tokenizer may make one."""
+
+TOO_LONG = re.compile("context[ _](length|size)", re.IGNORECASE)
+"""In a server's words about a request for which it has no room."""
 
 Messages = list[dict[str, str]]
 
@@ -104,16 +114,39 @@ class JudgeModel(ABC):
         """Close the connections of this event loop."""
 
 
+class ModelOptions(TypedDict, total=False):
+    """Options of every judge: who is asked, and how.
+
+    Keys:
+        judge: an endpoint's URL with its version ("http://127.0.0.1:8000/v1"), "base",
+            "policy@VERSION" or "python:file.py:function" of (messages, schema).
+        model: the endpoint's name of the model.
+        api_key_file: file that holds the endpoint's key.
+        chat_template_kwargs: e.g. { enable_thinking = false }.
+        timeout_s: of one request.
+        retries: further tries of an endpoint that is busy or cannot be reached.
+        concurrency: requests at once.
+    """
+
+    judge: Required[str]
+    model: str | None
+    api_key_file: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    timeout_s: float
+    retries: int
+    concurrency: int
+
+
 def judge_model(
     judge: str,
     *,
-    model: str | None,
-    api_key_file: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    timeout_s: float,
-    retries: int,
-    concurrency: int,
-    max_tokens: int | None,
+    model: str | None = None,
+    api_key_file: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 300.0,
+    retries: int = 2,
+    concurrency: int = 16,
+    max_tokens: int | None = None,
 ) -> JudgeModel:
     """Return what the option `judge` names. Raises ConfigError: options that contradict each other,
     a number of no sense, a key file or a function that cannot be read."""
@@ -150,6 +183,20 @@ def judge_model(
     return EndpointJudge(f"{judge} {model}", endpoint, body)
 
 
+def asks_a_model(factory: Callable[..., T]) -> Callable[..., T]:
+    """Give a judge's factory, which passes `ModelOptions` on, their names and defaults."""
+    *own, _ = inspect.signature(factory).parameters.values()
+    names = {parameter.name for parameter in own}
+    shared = inspect.signature(judge_model).parameters.values()
+    of_model = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for parameter in shared
+        if parameter.name not in names
+    ]
+    factory.__signature__ = inspect.Signature([*of_model, *own])  # type: ignore[attr-defined]
+    return factory
+
+
 def _check_numbers(timeout_s: float, **counts: int | None) -> None:
     """Raises ConfigError: a number of no sense."""
     if not timeout_s > 0:
@@ -180,11 +227,11 @@ class EndpointJudge(JudgeModel):
         try:
             reply = await self._post(client, body, question.schema)
         except EndpointError as error:
-            if error.may_pass:
+            if error.may_pass or TOO_LONG.search(str(error)):
                 return JudgeReply(None, problem=error)
             raise
         try:
-            text = str(reply["choices"][0]["message"]["content"] or "")
+            text = _text(reply["choices"][0]["message"]["content"])
         except (LookupError, TypeError) as error:
             raise RolloutRejectedError(
                 f"judge: this is not a chat completion: {str(reply)[:200]}"
@@ -193,6 +240,19 @@ class EndpointJudge(JudgeModel):
         return JudgeReply(text, _count(used, "prompt_tokens"), _count(used, "completion_tokens"))
 
     async def _post(
+        self, client: OpenAIEndpoint, body: Mapping[str, Any], schema: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Ask for a reply of the length asked for, or as long as there is room. Raises
+        EndpointError."""
+        try:
+            return await self._by_schema(client, body, schema)
+        except EndpointError as error:
+            if error.status != 400 or not TOO_LONG.search(str(error)):
+                raise
+        unbounded = {key: value for key, value in body.items() if key != "max_tokens"}
+        return await self._by_schema(client, unbounded, schema)
+
+    async def _by_schema(
         self, client: OpenAIEndpoint, body: Mapping[str, Any], schema: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Ask by a schema, if there is one. OpenAI's own strict schemas take no `maxLength`: a
@@ -204,7 +264,7 @@ class EndpointJudge(JudgeModel):
             try:
                 return await client.post(path, {**body, **_response_format(schema)})
             except EndpointError as error:
-                if error.status != 400:
+                if error.status != 400 or TOO_LONG.search(str(error)):
                     raise
         reply = await client.post(path, {**body, **_response_format(_without_bounds(schema))})
         if self._bounds_texts:
@@ -227,6 +287,15 @@ def _without_bounds(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     return {k: _without_bounds(value) for k, value in schema.items() if k != "maxLength"}
+
+
+def _text(content: Any) -> str:
+    """Return a message's content, of parts those that are text. Raises TypeError: it has none."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError
+    return content or ""
 
 
 def _count(used: Any, name: str) -> int:
@@ -278,7 +347,7 @@ class EngineJudge(JudgeModel):
                 opens_text=True,
             )
             async with asyncio.timeout(self._timeout_s):
-                output: RequestOutput = await inference.client.generate(request)
+                output = await _within_room(inference.client, request)
         except TimeoutError:
             return JudgeReply(None, problem=TimeoutError(f"no answer within {self._timeout_s:g} s"))
         except RequestError as error:  # too long for the model
@@ -313,6 +382,18 @@ class EngineJudge(JudgeModel):
         except AdapterError as error:
             raise RolloutRejectedError(f'judge = "{self.name}": {error}') from error
         return name
+
+
+async def _within_room(client: PolicyClient, request: Request) -> RequestOutput:
+    """Generate a reply of the length asked for, or as long as there is room. Raises RequestError:
+    there is none."""
+    try:
+        return await client.generate(request)
+    except RequestError as error:
+        if not isinstance(error, ContextLengthError) and error.param != "max_tokens":
+            raise
+    params = replace(request.params, max_tokens=None)
+    return await client.generate(replace(request, params=params))
 
 
 def without_special_tokens(message: Mapping[str, str], tokenizer: ChatTokenizer) -> dict[str, str]:
@@ -390,9 +471,13 @@ def report_problems(problems: Sequence[Exception | None], what: str = "judge") -
 def as_data(value: Any) -> str:
     """Return JSON in one line: quotes and ends of lines in a text are escaped, and so is whatever
     a chat template or another reader may take for a mark. The same JSON value is read from it."""
-    return CONTROL.sub(
-        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
-    )
+    return CONTROL.sub(_escaped, json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Return a character as JSON's escape, in two halves beyond U+FFFF."""
+    halves = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{halves[n : n + 4]}" for n in range(0, len(halves), 4))
 
 
 def mark_of(*texts: str) -> str:

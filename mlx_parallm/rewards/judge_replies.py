@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRIES = 1000
+TRIES = 300
 """Places in a reply at which a JSON object may begin."""
 NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
 BEGINS = re.compile(r'\{\s*(?:"|$)')

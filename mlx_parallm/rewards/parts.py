@@ -322,6 +322,15 @@ def _equal(final: str, answer: str) -> bool:
         return " ".join(final.lower().split()) == " ".join(answer.lower().split())
 
 
+OPINIONS: Mapping[str, Callable[..., Part]] = MappingProxyType(
+    {
+        "judge": judge,
+        "group_judge": group_judge,
+        "learned": learned,
+        "reward_model": reward_model,
+    }
+)
+"""Parts that are no rules: a policy can find answers that only they like."""
 PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
     {
         "answer_match": answer_match,
@@ -338,10 +347,7 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
         "tool_success": tool_success,
         "task_completion": task_completion,
         "efficiency": efficiency,
-        "judge": judge,
-        "group_judge": group_judge,
-        "learned": learned,
-        "reward_model": reward_model,
+        **OPINIONS,
     }
 )
 WEIGHTS: Mapping[str, float] = MappingProxyType(

@@ -13,14 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.rewards.parts import OPINIONS
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 
-LEARNED_EXAMINERS = (
-    "builtin:learned",
-    "builtin:reward_model",
-    "builtin:judge",
-    "builtin:group_judge",
-)
+LEARNED_EXAMINERS = frozenset(f"builtin:{name}" for name in OPINIONS)
 ONE_ANSWER = 0.8
 """The share of different prompts that one and the same answer may not reach."""
 
