@@ -19,9 +19,10 @@ BEGINS = re.compile(r'\{\s*(?:"|$)')
 TRAILING = re.compile(r",\s*[}\]]")
 BETWEEN = re.compile(r"[\s,;`]*(?:json\s*)?", re.IGNORECASE)
 """What may stand between two objects that are one reply: lines, commas, fences."""
-THINKING = re.compile(
-    r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])", re.IGNORECASE
-), re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]", re.IGNORECASE)
+THINKING = (
+    re.compile(r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])", re.IGNORECASE),
+    re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]", re.IGNORECASE),
+)
 NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|/\s*([0-9]*\.?[0-9]+))?\s*")
 """A score in quotes: 0.8, 80%, 8/10."""
 

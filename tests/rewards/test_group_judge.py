@@ -443,9 +443,9 @@ def dressed(rng, reply):
     text = json.dumps(reply, indent=rng.choice([None, 1]))
     if rng.random() < 0.3:
         text = text.replace("}", ",}")
-    text = rng.choice(["{}", "```json\n{}\n```", "Well {{x}}: {} Done.", '{{"scores": {}}}']).format(
-        text
-    )
+    text = rng.choice(
+        ["{}", "```json\n{}\n```", "Well {{x}}: {} Done.", '{{"scores": {}}}']
+    ).format(text)
     other = json.dumps({name: {"reason": "not yet", "score": 0.123} for name in reply})
     before = ["", f"Say {other} as asked. ", f"<think>hm {other}</think>", f"{other}\n</think>\n"]
     return rng.choice(before) + text
