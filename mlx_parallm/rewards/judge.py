@@ -47,7 +47,6 @@ def judge(
     mode: Mode = "score",
     criteria: str = CRITERIA,
     max_tokens: int = 256,
-    timeout_s: float = 120.0,
     threshold: float | None = None,
     **model: Unpack[ModelOptions],
 ) -> "ModelJudge":
@@ -58,8 +57,7 @@ def judge(
     Args:
         criteria: of a good answer, as text for the judge.
         max_tokens: of the judge's reply, with its reasons before the score.
-        timeout_s: of one request.
-        model: `judge_models.ModelOptions`.
+        model: `judge_models.ModelOptions`; timeout_s is 120 by default.
 
     Metrics: judge/requests, judge/prompt_tokens, judge/completion_tokens and judge/unscored of each
     group.
@@ -68,7 +66,8 @@ def judge(
     """
     if mode not in ("score", "rank"):
         raise ConfigError(f'mode = {mode!r}: "score" or "rank"')
-    judging_model = judge_model(max_tokens=max_tokens, **{**model, "timeout_s": timeout_s})
+    model.setdefault("timeout_s", 120.0)
+    judging_model = judge_model(max_tokens=max_tokens, **model)
     return ModelJudge(judging_model, mode, criteria, threshold, max_tokens)
 
 
@@ -150,11 +149,11 @@ def parse_score(text: str) -> float | None:
     """Return the last "Score: N" behind the reasoning, or a text that is only N, as N / 10; N/M and
     N% as they are; None: missing, or not from 0 to the highest."""
     answer = _answer(text)
-    alone = ALONE.fullmatch(answer.strip())
-    scores = list(SCORE.finditer(answer)) or [alone]
-    if scores[-1] is None:
+    scores = list(SCORE.finditer(answer))
+    last = scores[-1] if scores else ALONE.fullmatch(answer.strip())
+    if last is None:
         return None
-    number, percent, of = scores[-1].groups()
+    number, percent, of = last.groups()
     highest = 100.0 if percent else float(of or HIGHEST)
     return float(number) / highest if 0 <= float(number) <= highest and highest else None
 

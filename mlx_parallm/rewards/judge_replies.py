@@ -159,8 +159,9 @@ def _objects(text: str) -> Iterator[tuple[int, int, dict[str, list[Any]]]]:
 
 
 def _decode(text: str, place: int) -> tuple[_Object, int]:
-    """Return the JSON object at a place and its end, whatever commas trail in it. Raises ValueError,
-    RecursionError."""
+    """Return the JSON object at a place and its end, whatever commas trail in it.
+
+    Raises ValueError, RecursionError: there is none."""
     while True:
         try:
             return DECODER.raw_decode(text, place)
