@@ -185,15 +185,15 @@ def judge_model(
 
 def asks_a_model(factory: Callable[..., T]) -> Callable[..., T]:
     """Give a judge's factory, which passes `ModelOptions` on, their names and defaults."""
-    *own, _ = inspect.signature(factory).parameters.values()
-    names = {parameter.name for parameter in own}
+    *parameters, _ = inspect.signature(factory).parameters.values()
+    names = {parameter.name for parameter in parameters}
     shared = inspect.signature(judge_model).parameters.values()
     of_model = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         for parameter in shared
         if parameter.name not in names
     ]
-    factory.__signature__ = inspect.Signature([*of_model, *own])  # type: ignore[attr-defined]
+    factory.__signature__ = inspect.Signature([*of_model, *parameters])  # type: ignore[attr-defined]
     return factory
 
 

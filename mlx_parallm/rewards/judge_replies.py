@@ -2,7 +2,7 @@
 
 A server that is not held to a schema writes more than the JSON: words, a code block, its reasoning,
 a draft, the rubric's example. The last object counts, behind the reasoning; objects that follow it
-directly, each with answers of its own, are one. What may be read in two ways has no score.
+directly, each with answers of its named, are one. What may be read in two ways has no score.
 """
 
 import json
@@ -116,24 +116,24 @@ def answer_begins(text: str, data: Sequence[tuple[int, int]] = ()) -> int | None
 def _reply(text: str) -> dict[str, list[Any]]:
     """Return all entries of a reply by the names of the answers. Raises ValueError: it has none."""
     objects = list(_objects(text))
-    begins = answer_begins(text, [(start, end) for start, end, own in objects if own])
+    begins = answer_begins(text, [(start, end) for start, end, named in objects if named])
     if begins is None:
         raise ValueError("its reasoning does not end")
     entries: dict[str, list[Any]] = {}
     last, whole = begins, True
-    for start, end, own in objects:
+    for start, end, named in objects:
         if start < begins:
             continue
-        whole = bool(own)
-        if own and (not BETWEEN.fullmatch(text, last, start) or own.keys() & entries.keys()):
+        whole = bool(named)
+        if named and (not BETWEEN.fullmatch(text, last, start) or named.keys() & entries.keys()):
             entries = {}
-        entries |= own
+        entries |= named
         last = end
     if not whole:
         raise ValueError(f"it is cut off: it ends {text[-60:]!r}")
     if not entries:
-        said = text[begins:].strip()
-        raise ValueError(f"it begins {said[:60]!r}" if said else "there is none")
+        words = text[begins:].strip()
+        raise ValueError(f"it begins {words[:60]!r}" if words else "there is none")
     return entries
 
 
@@ -146,16 +146,16 @@ def _objects(text: str) -> Iterator[tuple[int, int, dict[str, list[Any]]]]:
         tries += 1
         if tries > TRIES:
             raise ValueError(f"it has more than {TRIES} braces")
-        own: dict[str, list[Any]] = {}
+        named: dict[str, list[Any]] = {}
         try:
             value, end = _decode(text, place)
-            own = _by_name(value)
+            named = _by_name(value)
         except (ValueError, RecursionError):
             if BEGINS.match(text, place):
-                yield place, place + 1, own
-        if own:
-            yield place, end, own
-        place = text.find("{", end if own else place + 1)
+                yield place, place + 1, named
+        if named:
+            yield place, end, named
+        place = text.find("{", end if named else place + 1)
 
 
 def _decode(text: str, place: int) -> tuple[_Object, int]:
