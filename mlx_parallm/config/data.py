@@ -41,7 +41,9 @@ DPO_OPTIONS = {
     "discopop_tau",
     "f_divergence",
     "f_alpha",
-    "sft_pairs",
+    "ld_alpha",
+    "wpo",
+    "pairs_together",
 }
 KTO_OPTIONS = {"beta", "desirable_weight", "undesirable_weight", "kto_loss"}
 OPTIONS = {
@@ -153,6 +155,8 @@ DPOLossName = Literal[
     "apo_down",
     "discopop",
     "sft",
+    "aot",
+    "aot_unpaired",
 ]
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 OF_THE_MARGIN = (
@@ -167,7 +171,11 @@ OF_THE_MARGIN = (
     "sft",
 )
 """Losses of DPO that any f-divergence has."""
-SMOOTHED = ("sigmoid", "robust", "exo_pair")
+SORTED = ("aot", "aot_unpaired")
+"""Losses of DPO that sort the pairs of an update."""
+OF_ROWS = ("sft", *SORTED)
+"""Losses of DPO that go with rows of a file alone, where a step is one update."""
+SMOOTHED = ("sigmoid", "robust", "exo_pair", *SORTED)
 NEED_SMOOTHING = ("robust", "exo_pair")
 
 
@@ -180,7 +188,8 @@ class PreferenceConfig(Section):
     loss_weights: tuple[float, ...] = ()
     """dpo: the weight of each of several losses; default: 1 each."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """dpo with sigmoid (cDPO), robust or exo_pair: the probability that a pair's label is wrong."""
+    """dpo with sigmoid (cDPO), robust, exo_pair, aot or aot_unpaired: the probability that a pair's
+    label is wrong."""
     discopop_tau: float = Field(0.05, gt=0)
     """dpo with discopop: how sharply it changes from one loss to the other."""
     f_divergence: FDivergence = "reverse_kl"
@@ -188,9 +197,15 @@ class PreferenceConfig(Section):
     the pair's margin alone."""
     f_alpha: float = 0.5
     """dpo with f_divergence = "alpha_divergence": α."""
-    sft_pairs: int | None = Field(None, ge=1)
-    """dpo with sft: a mean over the tokens of so many pairs, then over these means, as TRL's over
-    micro-batches; default: over all tokens of an update."""
+    ld_alpha: float | None = Field(None, ge=0, le=1)
+    """dpo: weight of the tokens behind the length of a pair's shorter completion (LD-DPO); default:
+    1."""
+    wpo: bool = False
+    """dpo: a pair's loss is weighted by how likely its completions are under the policy (WPO), in
+    the mean over their tokens."""
+    pairs_together: int | None = Field(None, ge=1)
+    """dpo with sft, aot or aot_unpaired: so many pairs have one mean over their tokens, or are
+    sorted with each other, as in TRL those of one micro-batch; default: all of an update."""
     gamma: float = Field(1.0, ge=0)
     """simpo: target margin of the chosen completion."""
     nll_weight: float = Field(1.0, ge=0)
@@ -214,9 +229,14 @@ class PreferenceConfig(Section):
     """reward_model: peak learning rate of the scalar head, on the schedule of learning_rate: about
     how far an update moves a score."""
 
+    @property
+    def loss_types(self) -> tuple[DPOLossName, ...]:
+        """DPO's loss, or those that are added up."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":
-        kinds = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        kinds = self.loss_types
         if not kinds or len(set(kinds)) != len(kinds):
             raise ValueError(f"loss_type = {list(kinds)}: name one loss, or several different ones")
         if self.loss_weights and len(self.loss_weights) != len(kinds):
@@ -244,6 +264,14 @@ class PreferenceConfig(Section):
             raise ValueError('f_alpha is set, but only read with f_divergence = "alpha_divergence"')
         if "discopop_tau" in self.changed() and "discopop" not in kinds:
             raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')
-        if self.sft_pairs is not None and "sft" not in kinds:
-            raise ValueError('sft_pairs is set, but only read with loss_type = "sft"')
+        of_rows = [kind for kind in kinds if kind in OF_ROWS]
+        if self.pairs_together is not None and not of_rows:
+            raise ValueError(
+                f"pairs_together is set, but only read with loss_type = {', '.join(OF_ROWS)}"
+            )
+        if self.wpo and of_rows:
+            raise ValueError(
+                f'wpo weights the loss of a pair, which "{of_rows[0]}" has not by itself: leave out'
+                " one of the two"
+            )
         return self

@@ -24,10 +24,12 @@ from pydantic import ValidationError, create_model, model_validator
 from mlx_parallm.config.algorithm import COMPARING, without_unread
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
+    OF_ROWS,
     ONLINE_DPO,
     ONLINE_KTO,
     OPTIONS,
     ROLLOUT_KEYS,
+    SORTED,
     DataConfig,
 )
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
@@ -280,11 +282,16 @@ def _check_signal(
 def _check_options(training: RLTrainingConfig) -> None:
     """Raises ValueError: a key of [rl_training.preference] that the algorithm does not read."""
     algorithm = training.algorithm
-    kinds = training.preference.loss_type
-    if algorithm == ONLINE_DPO and "sft" in ((kinds,) if isinstance(kinds, str) else kinds):
+    of_rows = [kind for kind in training.preference.loss_types if kind in OF_ROWS]
+    if algorithm == ONLINE_DPO and of_rows:
         raise ValueError(
-            f'rl_training.preference.loss_type = "sft" learns from rows of a file: {ONLINE_DPO}'
-            " does not use it"
+            f'rl_training.preference.loss_type = "{of_rows[0]}" learns from rows of a file:'
+            f" {ONLINE_DPO} does not use it"
+        )
+    if training.lora.dropout > 0 and set(of_rows) & set(SORTED):
+        raise ValueError(
+            f'rl_training.preference.loss_type = "{of_rows[0]}" sorts log-probabilities that are'
+            " scored without dropout: set rl_training.lora.dropout = 0"
         )
     if wrong := [
         name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())

@@ -22,8 +22,8 @@ with τ = 0.05: 0.870281, sft 4 / 8 = 0.5. MPO, 0.8 sigmoid + 0.2 bco_pair + 1 s
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import mlx.core as mx
 
@@ -69,8 +69,23 @@ class Pairs:
 
 def _sigmoid(pairs: Pairs) -> mx.array:
     """cDPO's (1-ε)(-log σ(βΔ)) - ε log σ(-βΔ), DPO's where ε = `label_smoothing` is 0."""
-    h, smoothing = pairs.beta * pairs.margin, pairs.label_smoothing
+    return _smoothed(pairs.margin, pairs)
+
+
+def _smoothed(margins: mx.array, pairs: Pairs) -> mx.array:
+    h, smoothing = pairs.beta * margins, pairs.label_smoothing
     return _minus_log_sigmoid(h) * (1.0 - smoothing) + _minus_log_sigmoid(-h) * smoothing
+
+
+def _sorted(pairs: Pairs, kind: str) -> mx.array:
+    """The sigmoid loss of margins between completions of other pairs (`losses.aot`). A pair has
+    half of the values that its two completions stand in, and the whole slopes of its own."""
+    if kind not in pairs.inputs.row_constants:
+        raise ValueError(f'loss_type = "{kind}" needs row_constants of losses.aot.sorted_margins')
+    chosen, rejected = _pairs(pairs.inputs.row_constants[kind])
+    moved = pairs.ratios - mx.stop_gradient(pairs.ratios)
+    values = _smoothed(chosen + moved[0::2], pairs) + _smoothed(rejected - moved[1::2], pairs)
+    return values - mx.stop_gradient(0.5 * values)
 
 
 def _robust(pairs: Pairs) -> mx.array:
@@ -140,6 +155,8 @@ PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
     ),
     "discopop": _discopop,
     "sft": _sft,
+    "aot": partial(_sorted, kind="aot"),
+    "aot_unpaired": partial(_sorted, kind="aot_unpaired"),
 }
 """loss_type of DPO → its value for each pair, [P]. The names are TRL's but `ipo_sum`."""
 
@@ -175,6 +192,8 @@ def dpo_loss(
     discopop_tau: float | None = None,
     f_divergence: str = "reverse_kl",
     f_alpha: float | None = None,
+    ld_alpha: float | None = None,
+    wpo: bool = False,
 ) -> LossOutputs:
     """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge"
     max(0, 1 - βΔ) (SLiC, arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means
@@ -186,20 +205,33 @@ def dpo_loss(
         discopop_tau: τ, which "discopop" needs.
         f_divergence: a key of `DIVERGENCES`, with α = `f_alpha`: Δ is of f' of the log-ratios.
             Worked: 0.6 and -0.5 → "forward_kl" Δ = 0.451188 + 0.648721 = 1.099910.
+        ld_alpha: weight of the tokens behind the length of the pair's shorter completion (LD-DPO,
+            arXiv:2409.06411), in all but "sft"; None: 1.
+        wpo: a pair's loss is multiplied by exp of the means over tokens of log p - log Σ p², of
+            both completions, not differentiated (WPO, arXiv:2406.11827, eq. 2); needs
+            `collision_entropy`. Worked: log p = -1, -2 and -log Σ p² = 0.8, 1 of one completion,
+            log p = -0.5 and 0.4 of the other: exp(-0.6) · exp(-0.1) = 0.496585.
 
     "sft": a chosen row's advantage is the weight of its tokens, 1 over the mean number of tokens
     where the mean is over all chosen ones of the mini-batch.
 
-    Raises ValueError: no `ref_logprobs`.
+    "aot", "aot_unpaired" (arXiv:2406.05882) read margins of `losses.aot` in `row_constants`.
+
+    Raises ValueError: no `ref_logprobs`, no `collision_entropy`, or no such margins.
     """
     kinds = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    whole = inputs
+    if ld_alpha is not None:
+        inputs = _with_lighter_tails(inputs, ld_alpha)
     ratios = _log_ratios(inputs)
     scores = DIVERGENCES[f_divergence](ratios, f_alpha)
-    pairs = Pairs(inputs, ratios, scores, beta, label_smoothing, discopop_tau)
+    pairs = Pairs(whole, ratios, scores, beta, label_smoothing, discopop_tau)
     values = mx.zeros_like(pairs.margin)
     for kind, weight in zip(kinds, loss_weights or (1.0,) * len(kinds), strict=True):
         part = PAIR_LOSSES[kind](pairs)
         values = values + (part if weight == 1.0 else weight * part)
+    if wpo:
+        values = values * _wpo_weights(whole)
     return _of_pairs(values, inputs, (beta * pairs.chosen, beta * pairs.rejected))
 
 
@@ -357,6 +389,29 @@ def _log_ratios(inputs: LossInputs) -> mx.array:
     return (masked(inputs.logprobs, inputs.mask) - masked(inputs.ref_logprobs, inputs.mask)).sum(
         axis=-1
     )
+
+
+def _with_lighter_tails(inputs: LossInputs, alpha: float) -> LossInputs:
+    """The inputs with the log-probabilities of tokens behind the shorter completion's length times
+    alpha."""
+    mask = inputs.mask
+    shared = mx.repeat(mask.sum(axis=-1).reshape(-1, 2).min(axis=-1), 2)
+    weights = mx.where(mx.cumsum(mask.astype(mx.int32), axis=-1) <= shared[:, None], 1.0, alpha)
+    then = inputs.ref_logprobs
+    return replace(
+        inputs,
+        logprobs=masked(inputs.logprobs, mask) * weights,
+        ref_logprobs=None if then is None else masked(then, mask) * weights,
+    )
+
+
+def _wpo_weights(inputs: LossInputs) -> mx.array:
+    """exp(mean of log p - log Σ p²) of both completions of each pair, multiplied, [P]."""
+    if inputs.collision_entropy is None:
+        raise ValueError("WPO needs the collision_entropy of each token")
+    aligned = masked(inputs.logprobs + inputs.collision_entropy, inputs.mask).sum(axis=-1)
+    chosen, rejected = _pairs(mx.stop_gradient(aligned / _lengths(inputs)))
+    return mx.exp(chosen + rejected)
 
 
 def _pairs(rows: mx.array) -> tuple[mx.array, mx.array]:

@@ -48,11 +48,15 @@ class LossInputs:
     returns: mx.array | None = None  # [B, T] float32
     # [B, T] float32, from another distribution, nats; differentiated
     divergence: mx.array | None = None
+    # [B, T] float32, -log Σ p² over the vocabulary, nats (Rényi's of order 2)
+    collision_entropy: mx.array | None = None
     max_length: Number | None = None  # L of the aggregation "constant"
     # today's weight of the KL to the reference in the loss; without one the float 0
     kl_beta: Number = 0.0
     # sizes of the batch, as far as its source knows them
     constants: Mapping[str, Number] = field(default_factory=dict)
+    # [B] float32 each: numbers of rows that depend on all rows of the step, before its first update
+    row_constants: Mapping[str, mx.array] = field(default_factory=dict)
 
     @property
     def ratio_logprobs(self) -> mx.array:

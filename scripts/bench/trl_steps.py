@@ -27,7 +27,8 @@ SMOOTHED = {"label_smoothing": 0.1}
 DPO_LOSSES = {
     **{kind: {} for kind in ("ipo", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero")},
     **{kind: {} for kind in ("apo_down", "discopop", "sigmoid_norm", "sft")},
-    **dict.fromkeys(("robust", "exo_pair"), SMOOTHED),
+    **dict.fromkeys(("robust", "exo_pair", "aot"), SMOOTHED),
+    "aot_unpaired": {},
 }
 GRPO_LOSSES = {
     **{kind: {} for kind in ("grpo", "bnpo", "dr_grpo", "sapo")},
@@ -53,6 +54,17 @@ CASES = {
     **{f"dpo, {kind}": ("DPO", {"loss_type": kind} | more) for kind, more in DPO_LOSSES.items()},
     "dpo + sft": ("DPO", TWO),
     "dpo + sft in halves": ("DPO", TWO | HALVES | IN_ORDER),
+    **{
+        f"dpo, {kind} in halves": ("DPO", {"loss_type": kind} | HALVES | IN_ORDER)
+        for kind in ("aot", "aot_unpaired")
+    },
+    "dpo, both kinds of aot": ("DPO", {"loss_type": ["aot", "aot_unpaired"], "ld_alpha": 0.3}),
+    "dpo, ld_alpha": ("DPO", {"ld_alpha": 0.3}),
+    "dpo, use_weighting": ("DPO", {"use_weighting": True}),
+    "dpo, use_weighting and ld_alpha": (
+        *("DPO",),
+        {"use_weighting": True, "ld_alpha": 0.0, "loss_type": ["ipo", "apo_zero"]},
+    ),
     "kto": ("KTO", {}),
     "kto, apo_zero_unpaired": ("KTO", {"loss_type": "apo_zero_unpaired"}),
     "grpo": ("GRPO", {}),
@@ -84,7 +96,8 @@ rows = [{"prompt": f"Sort: {w}"} for w in words]
 if kind == "SFT":
     rows = [r | {"completion": a} for r, a in zip(rows, right)]
 if kind == "DPO":
-    rows = [r | {"chosen": a, "rejected": " " + a[:0:-1]} for r, a in zip(rows, right)]
+    rows = [r | {"chosen": a, "rejected": " " + a[:0:-1] * (1 + n % 2)}
+            for n, (r, a) in enumerate(zip(rows, right))]
 if kind == "KTO":
     rows = [r | {"completion": a if n % 2 else " " + w, "label": bool(n % 2)}
             for n, (r, a, w) in enumerate(zip(rows, right, words))]

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.losses.aot import sorted_margins
 from mlx_parallm.losses.preference import (
     cpo_loss,
     dft_loss,
@@ -27,6 +28,7 @@ LENGTHS = (4, 6, 5, 3, 7, 2, 1, 8)  # of completions: four pairs, or eight label
 WIDTH = 11
 LABELS = np.array([1.0, -1, 1, -1, -1, 1, 1, -1])
 SIDES = LABELS * np.where(LABELS > 0, 1.5, 0.8)
+COLLISION = np.random.default_rng(9).uniform(0.1, 2, (len(LENGTHS), WIDTH))
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def inputs(
     rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = None, **others: Any
 ) -> LossInputs:
     values = rows.logprobs if logprobs is None else logprobs
+    kinds = ["aot", "aot_unpaired"]
+    margins = sorted_margins(kinds, in_rows(values, rows), in_rows(rows.reference, rows))
     advantages = np.repeat(SIDES[:, None], WIDTH, 1)
 
     def array(numbers: np.ndarray) -> mx.array:
@@ -67,11 +71,17 @@ def inputs(
         "mask": mx.array(rows.mask[part]),
         "token_normalizer": float(rows.mask.sum()),
         "sequence_normalizer": float(len(LENGTHS)),
+        "collision_entropy": array(COLLISION),
         "constants": {
             **{"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
         },
+        "row_constants": {kind: mx.array(numbers[part]) for kind, numbers in margins.items()},
     }
     return LossInputs(**fields | others)
+
+
+def in_rows(values: np.ndarray, rows: Rows) -> list[np.ndarray]:
+    return [row[chosen] for row, chosen in zip(values, rows.mask, strict=True)]
 
 
 # ---------------------------------------------------------------------- the oracle: numpy, float64
@@ -107,11 +117,24 @@ def oracle_dpo(
     label_smoothing: float = 0,
     loss_weights: Sequence[float] = (),
     discopop_tau: float = 0,
+    ld_alpha: float | None = None,
+    wpo: bool = False,
 ) -> float:
-    """TRL 1.16's formulas (trl/trainer/dpo_trainer.py), τ = 0.05."""
+    """TRL 1.16's formulas (trl/trainer/dpo_trainer.py), τ = 0.05; WPO's weights are not
+    differentiated, so they are the fixtures'."""
+    if ld_alpha is not None:
+        lengths = rows.mask.sum(1).reshape(-1, 2).min(1).repeat(2)[:, None]
+        weights = np.where(rows.mask.cumsum(1) <= lengths, 1.0, ld_alpha)
+        rows = Rows(rows.logprobs, weights * rows.reference, rows.mask)
+        logprobs = weights * logprobs
     h, e = beta * margins(logprobs, rows), label_smoothing
     ratios = beta * (sums(logprobs, rows) - sums(rows.reference, rows))
     c, r = ratios[0::2], ratios[1::2]
+    total, then = sums(logprobs, rows), sums(rows.reference, rows)
+
+    def smoothed(margin: np.ndarray) -> np.ndarray:
+        return -(1 - e) * log_sigmoid(beta * margin) - e * log_sigmoid(-beta * margin)
+
     values = {
         "sigmoid": lambda: -(1 - e) * log_sigmoid(h) - e * log_sigmoid(-h),
         "robust": lambda: (-(1 - e) * log_sigmoid(h) + e * log_sigmoid(-h)) / (1 - 2 * e),
@@ -132,11 +155,20 @@ def oracle_dpo(
             -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05)
         ),
         "sft": lambda: -sums(logprobs, rows)[0::2] * SIDES[0::2],
+        "aot": lambda: smoothed(
+            np.sort(total[0::2] - total[1::2]) - np.sort(then[0::2] - then[1::2])
+        ),
+        "aot_unpaired": lambda: smoothed(np.sort(c) / beta - np.sort(r) / beta),
     }
     kinds = [loss_type] if isinstance(loss_type, str) else loss_type
     weights = loss_weights or [1.0] * len(kinds)
+    held = np.exp(means(make_rows().logprobs + COLLISION, rows)) if wpo else np.ones(len(LENGTHS))
+    pairs = held[0::2] * held[1::2]
     return float(
-        sum(weight * values[kind]().mean() for kind, weight in zip(kinds, weights, strict=True))
+        sum(
+            weight * (values[kind]() * pairs).mean()
+            for kind, weight in zip(kinds, weights, strict=True)
+        )
     )
 
 
@@ -209,6 +241,21 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
             "loss_weights": (0.8, 0.2, 1.0),
         },
     ),
+    **{
+        name: (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "sigmoid"} | more)
+        for name, more in {
+            "aot": {"loss_type": "aot", "label_smoothing": 0.2},
+            "aot_unpaired": {"loss_type": "aot_unpaired"},
+            "both kinds of aot": {
+                "loss_type": ("aot", "sigmoid", "aot_unpaired"),
+                "loss_weights": (1.0, 0.3, 0.5),
+            },
+            "ld_alpha": {"ld_alpha": 0.3},
+            "ld_alpha of means": {"ld_alpha": 0.0, "loss_type": ("ipo", "apo_zero")},
+            "wpo": {"wpo": True},
+            "wpo of two": {"wpo": True, "ld_alpha": 0.7, "loss_type": ("hinge", "bco_pair")},
+        }.items()
+    },
     "orpo": (orpo_loss, oracle_orpo, {"beta": 0.4}),
     "simpo": (simpo_loss, oracle_simpo, {"beta": 2.0, "gamma": 1.0}),
     "cpo": (cpo_loss, oracle_cpo, {"beta": 0.1, "nll_weight": 0.7}),
@@ -336,6 +383,31 @@ def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expec
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
 
 
+def test_margins_of_sorted_pairs_worked() -> None:
+    """The numbers of `sorted_margins`; sorted one by one they are the pairs' own Δ, 1 and -2."""
+    rows, reference = (
+        [np.array([each]) for each in sums]
+        for sums in ((-4.0, -6.0, -5.0, -6.0), (-4.5, -5.5, -4.0, -7.0))
+    )
+    found = sorted_margins(["aot", "aot_unpaired"], rows, reference)
+    assert found["aot"].tolist() == [-1, -1, 0, 0]
+    assert found["aot_unpaired"].tolist() == [-0.5, -0.5, -0.5, -0.5]
+    alone = sorted_margins(["aot", "aot_unpaired"], rows, reference, together=1)
+    assert [each.tolist() for each in alone.values()] == [[1, 1, -2, -2]] * 2
+    pair = [np.array([-1.0, -2.0]), np.array([-1.0, -1.0, -4.0, -2.0])]
+    half = sorted_margins(["aot"], pair, [0 * row for row in pair], ld_alpha=0.5)
+    assert half["aot"].tolist() == [2, 2]  # -3 - (-2 - 6 / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"loss_type": "aot"}, "row_constants"), ({"wpo": True}, "collision_entropy")],
+)
+def test_losses_of_pairs_name_what_they_lack(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dpo_loss(printed(CHOSEN, CHOSEN), **PLAIN | {"beta": 0.1, "loss_type": "ipo"} | options)
+
+
 def test_dft_worked() -> None:
     """(e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808, and the slope by the first is -e^-1 / 3 =
     -0.122626."""
@@ -432,8 +504,10 @@ def test_the_order_of_pairs_changes_nothing_that_of_a_pair_does(name: str) -> No
     turned = [4, 5, 0, 1, 6, 7, 2, 3]
     value = loss_and_gradient(name, inputs(rows))[0]
     other = Rows(rows.logprobs[turned], rows.reference[turned], rows.mask[turned])
-    sides = mx.array(np.repeat(SIDES[turned][:, None], WIDTH, 1).astype(np.float32))
-    turned_value = loss_and_gradient(name, inputs(other, advantages=sides))[0]
+    columns = (np.repeat(SIDES[:, None], WIDTH, 1), COLLISION)
+    sides, entropies = (mx.array(each[turned].astype(np.float32)) for each in columns)
+    given = inputs(other, advantages=sides, collision_entropy=entropies)
+    turned_value = loss_and_gradient(name, given)[0]
     assert turned_value == pytest.approx(value, abs=1e-6)
     swapped = [1, 0, 3, 2, 5, 4, 7, 6]
     other = Rows(rows.logprobs[swapped], rows.reference[swapped], rows.mask[swapped])

@@ -76,6 +76,7 @@ OTHER_VALUES: dict[str, Any] = {
         "dataset_text_field": "body",
         "center_rewards_coefficient": 0.01,
         "label_smoothing": 0.1,
+        "ld_alpha": 0.5,
         "save_total_limit": 5,
         "router_aux_loss_coef": 0.001,
         "temperature": 0.7,

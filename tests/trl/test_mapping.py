@@ -449,8 +449,16 @@ def test_configurations_of_rows() -> None:
         one(DPOConfig(loss_type="discopop", discopop_tau=0.1)).rl_training.preference.discopop_tau
         == 0.1
     )
+    sorts = DPOConfig(
+        **{"loss_type": ["aot_unpaired", "sigmoid"], "ld_alpha": 0.2},
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    )
+    found = one(sorts).rl_training.preference
+    assert (found.pairs_together, found.ld_alpha) == (4, 0.2)
+    assert one(DPOConfig(use_weighting=True)).rl_training.preference.wpo
     for options, words in (
-        ({"loss_type": "aot"}, "loss_type"),
+        ({"loss_type": "aot", "use_weighting": True}, "wpo weights the loss of a pair"),
+        ({"loss_type": "aot", "f_divergence_type": "forward_kl"}, 'not with "aot"'),
         ({"loss_type": ["ipo", "ipo"]}, "several different ones"),
         ({"loss_type": ["ipo", "sigmoid"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
         ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),

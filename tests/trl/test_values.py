@@ -1,11 +1,9 @@
 """Values of TRL's arguments that are not here say what to use instead."""
 
-from typing import Any
-
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.faces.trl.config import DPOConfig, SFTConfig
+from mlx_parallm.faces.trl.config import SFTConfig
 from mlx_parallm.faces.trl.schedules import SCHEDULES as SCHEDULES_HERE
 
 SCHEDULES = (
@@ -23,9 +21,3 @@ def test_every_schedule_is_there_or_says_what_to_use(name: str) -> None:
         return
     with pytest.raises(ConfigError, match=rf"SFTConfig\(.*{name}.*cosine"):
         SFTConfig(lr_scheduler_type=name)
-
-
-@pytest.mark.parametrize("loss", ["aot", ["sigmoid", "aot_unpaired"]])
-def test_a_loss_over_the_pairs_of_a_batch_is_refused(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="compares each by itself"):
-        DPOConfig(loss_type=loss)

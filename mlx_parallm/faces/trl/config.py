@@ -502,13 +502,18 @@ class DPOConfig(RowsConfig):
     """Scale of the implied reward."""
     loss_type: str | tuple[str, ...] = "sigmoid"
     """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft"; or a list of them, which are added
-    up. "aot" and "aot_unpaired" are refused: they sort the log-ratios of a whole batch against
-    each other, which no cut into micro-batches computes."""
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft", "aot", "aot_unpaired"; or a list of
+    them, which are added up. The last two sort the pairs of per_device_train_batch_size with each
+    other, those of eval_dataset all together."""
     loss_weights: tuple[float, ...] | None = None
     """The weight of each loss of a list; default: 1 each."""
     label_smoothing: float = Field(PreferenceConfig().label_smoothing, ge=0, lt=0.5)
-    """sigmoid (cDPO), robust, exo_pair: the probability that a pair's label is wrong."""
+    """sigmoid (cDPO), robust, exo_pair, aot, aot_unpaired: the probability that a pair's label is
+    wrong."""
+    ld_alpha: float | None = Field(None, ge=0, le=1)
+    """LD-DPO: weight of the tokens behind the length of a pair's shorter completion; None: 1."""
+    use_weighting: bool = False
+    """WPO: a pair's loss is weighted by how likely its completions are under the policy."""
     discopop_tau: float = Field(PreferenceConfig().discopop_tau, gt=0)
     """discopop: how sharply it changes from one loss to the other."""
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (

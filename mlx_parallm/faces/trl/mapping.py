@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.data import REWARD_MODEL
+from mlx_parallm.config.data import OF_ROWS, REWARD_MODEL
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import ADAM, LoraConfig
@@ -70,6 +70,8 @@ SAME: Mapping[str, str] = {
     "label_smoothing": "rl_training.preference.label_smoothing",
     "loss_weights": "rl_training.preference.loss_weights",
     "f_divergence_type": "rl_training.preference.f_divergence",
+    "ld_alpha": "rl_training.preference.ld_alpha",
+    "use_weighting": "rl_training.preference.wpo",
     "discopop_tau": "rl_training.preference.discopop_tau",
     "desirable_weight": "rl_training.preference.desirable_weight",
     "undesirable_weight": "rl_training.preference.undesirable_weight",
@@ -632,8 +634,8 @@ def _add_rows(
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds
         if args.f_divergence_type == "alpha_divergence":
             training["preference"]["f_alpha"] = args.f_alpha_divergence_coef
-        if "sft" in kinds and args.gradient_accumulation_steps > 1:
-            training["preference"]["sft_pairs"] = args.per_device_train_batch_size
+        if set(kinds) & set(OF_ROWS) and args.gradient_accumulation_steps > 1:
+            training["preference"]["pairs_together"] = args.per_device_train_batch_size
 
 
 def _reference(moves: bool, alpha: float, every: int, schedule: UpdateSchedule) -> dict[str, Any]:

@@ -8,6 +8,7 @@ run continues at its step without a stored position. A step is one optimizer upd
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,8 +25,10 @@ class DataBatches:
     units: the examples, in the order of the rows.
     shuffle: False keeps that order in each epoch.
     weights: KTO: advantage of a row with label true, and minus that of a row with label false.
-    sft_pairs: as in `advantages_of`.
+    pairs_together: as in `advantages_of`.
     log_ratios: computes what KTO's kl is estimated from; None: the algorithm needs none.
+    scored_first: the rows come without log-probabilities, so the trainer scores them before it
+        learns.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class DataBatches:
         seed: int,
         shuffle: bool = True,
         weights: tuple[float, float] = (1.0, 1.0),
-        sft_pairs: int | None = None,
+        pairs_together: int | None = None,
         log_ratios: Score | None = None,
+        scored_first: bool = False,
     ) -> None:
         self._units, self._seed, self._shuffle = units, seed, shuffle
-        self._weights, self._sft_pairs, self._log_ratios = weights, sft_pairs, log_ratios
+        self._weights, self._pairs_together, self._log_ratios = weights, pairs_together, log_ratios
+        self._scored_first = scored_first
         self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
 
     def rows(self, step: int) -> list[int]:
@@ -66,9 +71,9 @@ class DataBatches:
         if self._log_ratios is not None:
             constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
         sequences = [
-            train_sequence(sequence, advantage)
+            train_sequence(sequence, advantage, scored_first=self._scored_first)
             for unit, advantage in zip(
-                units, advantages_of(units, self._weights, self._sft_pairs), strict=True
+                units, advantages_of(units, self._weights, self._pairs_together), strict=True
             )
             for sequence in unit.sequences
         ]
@@ -106,19 +111,19 @@ def steps_per_epoch(units: int, batch_size: int) -> int:
 
 
 def advantages_of(
-    units: Sequence[Unit], weights: tuple[float, float], sft_pairs: int | None = None
+    units: Sequence[Unit], weights: tuple[float, float], pairs_together: int | None = None
 ) -> list[float]:
     """Return the number in the advantages of each unit's sequences: the margin of a reward model's
     pair, KTO's label and weight, or of another pair the weight of its chosen tokens in DPO's "sft".
 
     Args:
         units: of one mini-batch.
-        sft_pairs: pairs whose tokens have one mean; default: all of them.
+        pairs_together: pairs whose tokens have one mean; default: all of them.
 
     Worked: chosen completions of 2, 6 and 4 tokens. Together 3 / 12 each; two at a time the mean
     of the means over 8 and 4 tokens, so 3 / (2 · 8) for the first two, 3 / (2 · 4) for the third.
     """
-    size = sft_pairs or len(units)
+    size = pairs_together or len(units)
     parts = [units[start : start + size] for start in range(0, len(units), size)]
     tokens = [sum(int(unit.sequences[0].mask[1:].sum()) for unit in part) for part in parts]
     advantages = list[float]()
@@ -132,8 +137,13 @@ def advantages_of(
     return advantages
 
 
-def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
-    return TrainSequence(sequence.rollout(), (advantage,) * len(sequence.tokens), fresh=False)
+def train_sequence(
+    sequence: Encoded, advantage: float, *, scored_first: bool = False
+) -> TrainSequence:
+    rollout = sequence.rollout()
+    if scored_first:
+        rollout = replace(rollout, logprobs=None)
+    return TrainSequence(rollout, (advantage,) * len(sequence.tokens), fresh=False)
 
 
 def mismatched(unit: Unit, other: Unit) -> Encoded:

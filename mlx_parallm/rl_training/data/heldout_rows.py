@@ -8,12 +8,14 @@ same of the untrained model as `eval_before/…`.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.data import DataConfig
+from mlx_parallm.config.data import SORTED, DataConfig
+from mlx_parallm.losses.aot import sorted_margins
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.data.batches import (
@@ -55,6 +57,9 @@ class HeldOut:
     ) -> None:
         self._units, self._trainer, self._weights = units[: data.eval_rows], trainer, weights
         self._every, self._last, self._measures_kl = data.eval_every, last, measures_kl
+        preference = trainer.options.preference
+        self._sorted = [kind for kind in preference.loss_types if kind in SORTED]
+        self._ld_alpha = preference.ld_alpha
         self._reference_moves = trainer.options.reference == "ema"
         self._rollouts = [sequence.rollout() for unit in self._units for sequence in unit.sequences]
         self._reference: list[np.ndarray] | None = None
@@ -100,7 +105,13 @@ class HeldOut:
         rows = [of_row[0] for of_row in scores]
         values = [of_row[2] for of_row in scores] if algorithm.scores_values else None
         reference = self._reference_logprobs() if algorithm.needs_reference else None
-        outputs = algorithm.loss(self._inputs(rows, reference, values))
+        inputs = self._inputs(rows, reference, values)
+        if algorithm.compared is not None:
+            width = inputs.mask.shape[1]
+            measured = _padded([of_row[2] for of_row in scores], (len(scores), width))
+            named: dict[str, Any] = {algorithm.compared.name: measured}
+            inputs = replace(inputs, **named)
+        outputs = algorithm.loss(inputs)
         numbers = {"eval/loss": scalar(outputs.loss)}
         numbers |= {f"eval/{name}": scalar(value) for name, value in outputs.metrics.items()}
         if algorithm.name == "kto" and reference is not None:
@@ -130,6 +141,7 @@ class HeldOut:
             token_normalizer=float(sum(len(row) for row in rows)),
             sequence_normalizer=float(len(rows)),
             constants=self._constants(),
+            row_constants=self._row_constants(rows, reference),
         )
 
     def _constants(self) -> Mapping[str, float]:
@@ -140,6 +152,14 @@ class HeldOut:
         if not self._measures_kl:
             return kto_constants(self._units, foreign, no_ratios)
         return kto_constants(self._units, foreign, self._trainer.log_ratios)
+
+    def _row_constants(
+        self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None
+    ) -> Mapping[str, mx.array]:
+        if reference is None or not self._sorted:
+            return {}
+        margins = sorted_margins(self._sorted, rows, reference, ld_alpha=self._ld_alpha)
+        return {kind: mx.array(numbers) for kind, numbers in margins.items()}
 
     def _reference_logprobs(self) -> list[np.ndarray]:
         if self._reference is None or self._reference_moves:

@@ -94,8 +94,9 @@ class DataSource(RolloutSource):
             seed=trainer.options.seed,
             shuffle=self._config.shuffle,
             weights=self._weights,
-            sft_pairs=trainer.options.preference.sft_pairs,
+            pairs_together=trainer.options.preference.pairs_together,
             log_ratios=score if self._algorithm == "kto" else None,
+            scored_first=trainer.algorithm.finish is not None,
         )
 
     def heldout(self, trainer: Trainer, total_steps: int) -> HeldOut:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import cast
+from typing import ClassVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +25,7 @@ from mlx_parallm.config.data import (
     ONLINE_KTO,
     PAIRED,
     REWARD_MODEL,
+    SORTED,
     USES_REFERENCE,
     PreferenceConfig,
 )
@@ -43,6 +44,7 @@ from mlx_parallm.losses.advantages import (
     to_go,
     whiten,
 )
+from mlx_parallm.losses.aot import sorted_margins
 from mlx_parallm.losses.distillation import with_divergence
 from mlx_parallm.losses.policy_gradient import LOSSES, LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
@@ -58,9 +60,12 @@ from mlx_parallm.losses.preference import (
 )
 from mlx_parallm.losses.selection import SELECTING, Selection
 from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.models.layouts.layout import TokenBatch, scaled
+from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.collate import Measure
 from mlx_parallm.rl_training.step.distillation import Teaching
-from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch, Signal
+from mlx_parallm.rl_training.step.prepare import Compared, Finish, PreparedBatch, Signal
 from mlx_parallm.rollout_store.companions import of_prompt
 from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
@@ -92,7 +97,8 @@ class Algorithm:
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
     `signal`: how a step learns from the scores of a companion.
-    `selection`: the tokens that the loss treats in its own way.
+    `selection`: the tokens that the loss treats in its own way. `compared`: what it reads of each
+    token's distribution.
     """
 
     name: str
@@ -112,6 +118,7 @@ class Algorithm:
     fuse: bool = False
     signal: Signal | None = None
     selection: Selection | None = None
+    compared: Compared | None = None
 
     @property
     def needs_entropies(self) -> bool:
@@ -287,6 +294,8 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
         discopop_tau=preference.discopop_tau,
         f_divergence=preference.f_divergence,
         f_alpha=preference.f_alpha,
+        ld_alpha=preference.ld_alpha,
+        wpo=preference.wpo,
     ),
     "kto": lambda preference, beta: partial(kto_loss, beta=beta),
     "orpo": lambda preference, beta: partial(orpo_loss, beta=beta),
@@ -301,6 +310,25 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
 `config.data`."""
 
 
+@dataclass(frozen=True)
+class CollisionEntropy:
+    """-log Σ p² of each token's distribution: a `prepare.Compared`.
+
+    Worked: p = (1/2, 1/4, 1/4) → -log 3/8 = 0.980829.
+    """
+
+    name: ClassVar[str] = "collision_entropy"
+
+    def measure(self, columns: np.ndarray) -> Measure:
+        """Return [n] of logits [n, V], without a slope."""
+
+        def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:
+            wide = mx.stop_gradient(scaled(logits, batch, chunk))
+            return (2.0 * logsumexp(wide) - logsumexp(2.0 * wide),)
+
+        return measured
+
+
 def on_rows(name: str, preference: PreferenceConfig) -> Algorithm:
     """The algorithm of this name on rows."""
     beta = BETAS.get(name, 0.0) if preference.beta is None else preference.beta
@@ -312,9 +340,33 @@ def on_rows(name: str, preference: PreferenceConfig) -> Algorithm:
         scores_values=name == REWARD_MODEL,
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
+        finish=_sorting(preference),
         entropy_slope=False,
         fuse=True,
+        compared=CollisionEntropy() if preference.wpo else None,
     )
+
+
+def with_sorted_margins(
+    prepared: PreparedBatch, *, kinds: Sequence[str], together: int | None, ld_alpha: float | None
+) -> PreparedBatch:
+    """A `prepare.Finish`: the margins of `losses.aot`, under the weights that the step starts from.
+    The rows came without log-probabilities, so the trainer has scored them."""
+    assert prepared.ref_logprobs is not None
+    ends = np.cumsum(prepared.lengths)[:-1]
+    policy, reference = (
+        np.split(column, ends) for column in (prepared.rollout_logprobs, prepared.ref_logprobs)
+    )
+    margins = sorted_margins(kinds, policy, reference, together=together, ld_alpha=ld_alpha)
+    return replace(prepared, row_constants=margins)
+
+
+def _sorting(preference: PreferenceConfig) -> Finish | None:
+    """The step over the whole batch of losses that sort its pairs."""
+    kinds = [kind for kind in preference.loss_types if kind in SORTED]
+    together, ld_alpha = preference.pairs_together, preference.ld_alpha
+    sort = partial(with_sorted_margins, kinds=kinds, together=together, ld_alpha=ld_alpha)
+    return sort if kinds else None
 
 
 def online_dpo(preference: PreferenceConfig) -> Algorithm:
@@ -329,6 +381,7 @@ def online_dpo(preference: PreferenceConfig) -> Algorithm:
         rows_per_example=2,
         entropy_slope=False,
         fuse=True,
+        compared=CollisionEntropy() if preference.wpo else None,
     )
 
 

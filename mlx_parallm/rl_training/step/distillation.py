@@ -122,6 +122,7 @@ class Lesson:
     """The teacher's distribution at the trained tokens of a step. `ids`: None = all tokens.
     `temperature`: of the comparison; None: the rollout's."""
 
+    name: ClassVar[str] = "divergence"
     ids: np.ndarray | None  # [N, K] int32
     targets: np.ndarray  # [N, K + 1] float32, the last one of the rest; or [N, V]
     beta: float

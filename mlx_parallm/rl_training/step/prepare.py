@@ -137,7 +137,14 @@ class StepTokens:
 
 
 class Compared(Protocol):
-    """A distribution that a loss compares the model with, at the trained tokens of a step."""
+    """A number of the model's distribution that a loss reads, at the trained tokens of a step: its
+    divergence from another one, in distillation.
+
+    `name`: the field of LossInputs that the number becomes.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def measure(self, columns: np.ndarray) -> Measure:
         """Return the function that gives one number for each of the tokens at these columns."""
@@ -171,7 +178,9 @@ class PreparedBatch:
     weights_cut: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # by `finish` and companions
     recorded: Mapping[str, np.ndarray] = field(default_factory=dict)  # by companions, [N]
-    compared: Compared | None = None  # a distribution that the loss compares the policy's with
+    compared: Compared | None = None  # what the loss reads of the policy's distributions
+    # by `finish`: numbers of each row [rows], by their names in LossInputs.row_constants
+    row_constants: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def loss_columns(self) -> dict[str, np.ndarray]:
         """The columns that a loss reads, by their names in LossInputs."""
@@ -290,12 +299,14 @@ def prepare(
     finish: Finish | None = None,
     signal: Signal | None = None,
     selection: Selection | None = None,
+    compared: Compared | None = None,
 ) -> PreparedBatch:
-    """The columns of a batch, with the tokens that `selection` chooses among them. Other
-    arguments: `_prepare`."""
+    """The columns of a batch, with the tokens that `selection` chooses among them. `compared`: what
+    the loss reads, if the signal has nothing. Other arguments: `_prepare`."""
     prepared = _prepare(
         batch, scores, correction=correction, kl_penalty=kl_penalty, finish=finish, signal=signal
     )
+    prepared = replace(prepared, compared=prepared.compared or compared)
     if selection is None or not len(prepared.advantages):
         return prepared
     if selection.by_covariance:
@@ -465,13 +476,13 @@ class BatchLoss:
     metric_names: list[str] = field(default_factory=list)
 
     def measure(self, micro_batch: MicroBatch) -> Measure | None:
-        """The divergence of its tokens from a distribution, if the loss has it."""
+        """The numbers of its tokens' distributions that the loss reads, if it does."""
         compared = self.prepared.compared
         return None if compared is None else compared.measure(micro_batch.columns)
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
-        """(logprobs, entropy, perhaps a divergence, perhaps values; each [N]) → (loss, (metrics
-        [K], parts of the mismatch [8], and the logprobs and the entropy as they came))."""
+        """(logprobs, entropy, perhaps what `compared` measures, perhaps values; each [N]) → (loss,
+        (metrics [K], parts of the mismatch [8], and the logprobs and the entropy as they came))."""
         scatter, mask = mx.array(micro_batch.scatter), mx.array(micro_batch.mask)
 
         def spread(column: mx.array) -> mx.array:
@@ -480,6 +491,10 @@ class BatchLoss:
         place = micro_batch.columns
         columns = {
             name: spread(mx.array(c[place])) for name, c in self.prepared.loss_columns().items()
+        }
+        rows_of = {
+            name: mx.array(numbers[list(micro_batch.rows)])
+            for name, numbers in self.prepared.row_constants.items()
         }
         fresh, sent = (
             spread(mx.array(column[place].astype(np.float32)))
@@ -490,8 +505,9 @@ class BatchLoss:
             logprobs: mx.array, entropy: mx.array, *others: mx.array
         ) -> tuple[mx.array, tuple[mx.array, ...]]:
             rows = spread(logprobs)
-            diverges = self.prepared.compared is not None
-            values = others[diverges:]
+            compared = self.prepared.compared
+            measured = {} if compared is None else {compared.name: spread(others[0])}
+            values = others[len(measured) :]
             number = as_data if self.fuse else float
             inputs = LossInputs(
                 logprobs=rows,
@@ -500,10 +516,11 @@ class BatchLoss:
                 sequence_normalizer=number(self.sequence_normalizer),
                 entropy=spread(entropy),
                 values=spread(values[0]) if values else None,
-                divergence=spread(others[0]) if diverges else None,
                 max_length=number(self.max_length),
                 kl_beta=number(self.kl_beta) if self.kl_beta else 0.0,
                 constants={name: number(constant) for name, constant in self.constants.items()},
+                row_constants=rows_of,
+                **measured,
                 **columns,
             )
             outputs = self.loss(inputs)

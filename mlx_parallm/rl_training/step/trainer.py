@@ -267,8 +267,8 @@ class Trainer:
         return [math.fsum(a.astype(np.float64) - b) for a, b in zip(now, then, strict=True)]
 
     def token_scores(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens:
-        [2 or 3, N]."""
+        """Log-probabilities, entropies (nats), what `Algorithm.compared` measures and, with a value
+        head, values of the same tokens: [2 to 4, N]."""
         sequences = [
             TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False)
             for rollout in rollouts
@@ -278,7 +278,7 @@ class Trainer:
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
             with self.seeing(micro_batch):
-                scores = np.stack(self._scores_of(micro_batch, replay=True))
+                scores = np.stack(self._scores_of(micro_batch, replay=True, measures=True))
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
@@ -714,8 +714,12 @@ class Trainer:
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)
 
-    def _scores_of(self, micro_batch: MicroBatch, replay: bool) -> list[np.ndarray]:
-        return proved_scores(self.model, micro_batch.token_batch(replay=replay))
+    def _scores_of(
+        self, micro_batch: MicroBatch, replay: bool, measures: bool = False
+    ) -> list[np.ndarray]:
+        compared = self.algorithm.compared if measures else None
+        measure = None if compared is None else compared.measure(micro_batch.columns)
+        return proved_scores(self.model, micro_batch.token_batch(replay=replay, measure=measure))
 
     def _prepare(self, batch: TrainBatch, scores: Scores) -> PreparedBatch:
         return prepare(
@@ -726,6 +730,7 @@ class Trainer:
             finish=self.algorithm.finish,
             signal=self.algorithm.signal,
             selection=self.algorithm.selection,
+            compared=self.algorithm.compared,
         )
 
     def _loss(self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch) -> BatchLoss:

@@ -26,6 +26,7 @@ from mlx_parallm.run_files.directory import find_checkpoint
 from mlx_parallm.run_files.metrics import TIMES
 from mlx_parallm.run_files.trainer_state import TrainerState
 from mlx_parallm.run_files.versions import VersionNumbers
+from mlx_parallm.types import Rollout
 from mlx_parallm.weights import SharedWeights
 from tests.rl_training.data.test_data_tokens import Characters
 from tests.rl_training.making import make_policy, perturb_adapter
@@ -90,9 +91,8 @@ def source_of(config: Config) -> DataSource:
     return DataSource(config.data, training.algorithm, training.preference, Letters(), {})
 
 
-every_algorithm = pytest.mark.parametrize(
-    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft", "reward_model"]
-)
+ALGORITHMS = ["dpo", "orpo", "simpo", "cpo", "kto", "sft", "reward_model"]
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 # ---------------------------------------------------------------------- what the loss sees
@@ -134,9 +134,80 @@ def test_a_loss_sees_the_completions_sums_as_a_plain_model_gives_them(tmp_path: 
     assert pairs == {tuple(round(float(x), 3) for x in pair) for pair in expected}
 
 
-@every_algorithm
-def test_how_a_step_is_cut_changes_no_gradient(algorithm: str, tmp_path: Path) -> None:
-    config, source = open_source(algorithm, tmp_path, optimizer="adamw", max_grad_norm=0.0)
+OVER_PAIRS = [
+    {"loss_type": ["aot", "aot_unpaired"], "ld_alpha": 0.3, "pairs_together": 3},
+    {"loss_type": "aot_unpaired", "label_smoothing": 0.1},
+    {"wpo": True, "ld_alpha": 0.5},
+]
+
+
+@pytest.mark.parametrize("preference", OVER_PAIRS)
+def test_losses_of_sorted_and_of_weighted_pairs_are_those_of_a_plain_model(
+    preference: dict[str, Any], tmp_path: Path
+) -> None:
+    """The step's, and the same of the same rows when they are held out."""
+    config, source = open_source("dpo", tmp_path, preference=preference, batch_size=5)
+    trainer = make_trainer(config)
+    perturb_adapter(trainer.policy)
+    batches = source.batches(trainer)
+    batch, options = batches.collect(1), config.rl_training.preference
+
+    def plain(rollout: Rollout) -> np.ndarray:
+        """Log-probabilities and collision entropies, [2, tokens] float64."""
+        logits = np.array(trainer.policy.model(mx.array([rollout.tokens]))[0], np.float64)[:-1]
+        logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        own = np.array(rollout.mask[1:], bool)
+        chosen = logprobs[np.arange(len(own)), rollout.tokens[1:]]
+        return np.stack([chosen, -np.log(np.exp(2 * logprobs).sum(1))])[:, own]
+
+    rollouts = [sequence.rollout for sequence in batch.sequences]
+    policy = [plain(rollout) for rollout in rollouts]
+    with trainer.policy.reference():
+        reference = [plain(rollout) for rollout in rollouts]
+    alpha = 1.0 if options.ld_alpha is None else options.ld_alpha
+    lengths = [row.shape[1] for row in policy]
+    ends = np.array(lengths).reshape(-1, 2).min(1).repeat(2).tolist()
+
+    def sums(rows: list[np.ndarray]) -> Any:
+        parts = ((row[0, :end], row[0, end:]) for row, end in zip(rows, ends, strict=True))
+        return np.array([a.sum() + alpha * b.sum() for a, b in parts]).reshape(-1, 2).T
+
+    (c, r), (c_ref, r_ref) = sums(policy), sums(reference)
+    weights = np.exp([row.mean(1).sum() for row in policy]).reshape(-1, 2).prod(1)
+    size = options.pairs_together or len(c)
+    values: list[float] = []
+    for part in (slice(start, start + size) for start in range(0, len(c), size)):
+        margins = {
+            "sigmoid": (c - c_ref - r + r_ref)[part],
+            "aot": np.sort((c - r)[part]) - np.sort((c_ref - r_ref)[part]),
+            "aot_unpaired": np.sort((c - c_ref)[part]) - np.sort((r - r_ref)[part]),
+        }
+        e = options.label_smoothing
+        h = [0.1 * margins[kind] for kind in options.loss_types]
+        value = sum((1 - e) * np.logaddexp(0, -x) + e * np.logaddexp(0, x) for x in h)
+        values += (value * weights[part] if options.wpo else value).tolist()
+    units = [source._train[row] for row in batches.rows(1)]
+    heldout = HeldOut(
+        units, trainer, config.data, weights=(1.0, 1.0), last=1, measures_kl=False
+    ).numbers()
+    assert trainer.train_step(batch).metrics["loss"] == pytest.approx(np.mean(values), rel=1e-5)
+    if options.pairs_together is None:
+        assert heldout["eval/loss"] == pytest.approx(np.mean(values), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "preference"),
+    [
+        *((name, {}) for name in ALGORITHMS),
+        *(("dpo", each) for each in OVER_PAIRS),
+    ],
+)
+def test_how_a_step_is_cut_changes_no_gradient(
+    algorithm: str, preference: dict[str, Any], tmp_path: Path
+) -> None:
+    config, source = open_source(
+        algorithm, tmp_path, optimizer="adamw", max_grad_norm=0.0, preference=preference
+    )
     found = []
     for budget in (10_000, 40):
         training = config.rl_training.model_copy(update={"token_budget": budget})
@@ -252,12 +323,16 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "stop_at"), [("dpo", 3), ("kto", 2), ("sft", 0), ("reward_model", 3)]
+    ("algorithm", "stop_at", "preference"),
+    [
+        *(("dpo", 3, {}), ("kto", 2, {}), ("sft", 0, {}), ("reward_model", 3, {})),
+        ("dpo", 2, {"loss_type": "aot_unpaired"}),
+    ],
 )
 def test_a_run_that_was_stopped_goes_on_exactly(
-    algorithm: str, stop_at: int, tmp_path: Path
+    algorithm: str, stop_at: int, preference: dict[str, Any], tmp_path: Path
 ) -> None:
-    config, source = open_source(algorithm, tmp_path, total_steps=5)
+    config, source = open_source(algorithm, tmp_path, total_steps=5, preference=preference)
     whole = run(tmp_path / "whole", config, source)
     assert [line["step"] for line in whole] == list(range(1, 6))
     run(tmp_path / "cut", config, source, stop_at=stop_at)

@@ -184,9 +184,11 @@ def with_experts(rollout: Rollout) -> Rollout:
     )
 
 
-def test_pairs_stay_together_on_every_rank(tmp_path: Path) -> None:
-    """A loss of pairs would be another number with a chosen one here and its rejected one there."""
-    config, source = open_source("dpo", tmp_path, batch_size=6)
+@pytest.mark.parametrize("loss", ["sigmoid", "aot_unpaired"])
+def test_pairs_stay_together_on_every_rank(loss: str, tmp_path: Path) -> None:
+    """A loss of pairs would be another number with a chosen one here and its rejected one there,
+    and pairs are sorted with those of other ranks."""
+    config, source = open_source("dpo", tmp_path, batch_size=6, preference={"loss_type": loss})
     batch = source.batches(make_trainer(config.rl_training)).collect(1)
     one = train(ALONE, config.rl_training, batch)
     for rank in together(2, lambda ranks: train(ranks, config.rl_training, batch)):
