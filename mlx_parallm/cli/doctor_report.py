@@ -44,8 +44,9 @@ class Report:
     """`gflops`: edge of a square float32 product → its speed; `compile_error`: None when mx.compile
     works.
 
-    `float32`: what products are computed in; `holders`: other processes that hold much memory;
-    `harmful`: variables of the environment, each with the reason.
+    `float32`: what products are computed in; `few_rows`: by what those of few rows are computed;
+    `holders`: other processes that hold much memory; `harmful`: variables of the environment, each
+    with the reason.
     Where MLX cannot be loaded `device` is None and nothing is measured.
     """
 
@@ -58,6 +59,7 @@ class Report:
     compiler: str | None
     compile_error: str | None
     float32: str = ""
+    few_rows: str = ""
     holders: Sequence[str] = ()
     harmful: Sequence[str] = ()
 
@@ -85,6 +87,8 @@ def run() -> int:
 def inspect() -> Report:
     """Measure this machine; takes a few seconds with the reference BLAS, well under one
     otherwise."""
+    from mlx_parallm.models.ops import few_rows_here
+
     return Report(
         hardware=detect(),
         device=mlx_device(),
@@ -95,6 +99,7 @@ def inspect() -> Report:
         compiler=_compiler(),
         compile_error=_compile_error(),
         float32=float32_words(),
+        few_rows=few_rows_here().words(),
         holders=others_holding(),
         harmful=harmful_variables(),
     )
@@ -210,6 +215,8 @@ def _table(report: Report) -> Table:
         table.add_row(f"float32 {size}x{size} product", f"{speed:,.0f} GFLOP/s")
     if report.float32:
         table.add_row("float32 products", report.float32)
+    if report.few_rows:
+        table.add_row("products of few rows", report.few_rows)
     table.add_row("memory", memory)
     if report.holders:
         table.add_row("held by others", ", ".join(report.holders))

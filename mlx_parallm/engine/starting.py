@@ -26,7 +26,7 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import fit_adapter, linear_shapes, prepare_for_serving
-from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu
+from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu, use_few_rows
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.hardware import (
     async_scheduling,
@@ -106,6 +106,7 @@ def start_engine(
         shelved=lambda name: weights.shelf is not None and weights.shelf.holds(name),
         shelved_names=lambda: () if weights.shelf is None else weights.shelf.names(),
     )
+    use_few_rows(loaded.model)
     with loaded.text_alone():
         use_fast_swiglu(loaded.model)
         use_fast_rope(loaded.model)

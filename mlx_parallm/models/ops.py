@@ -7,11 +7,14 @@ door in `attention.py`, sums over many numbers in `sums.py`.
     exp_minus, exp2_minus, row_maxima   over logits and attention's scores
     fused, as_data                      many operations in one loop, for one call
     use_fast_swiglu, use_fast_rope      layers of a model, changed in place
+    use_few_rows, few_rows_here         float32 products of few rows, for the whole process
     use_unpacking, unpacks              quantised layers, changed in place
     product_of_unpacked                 a product with quantised keys or values
     UNPACKED, UNPACKED_EXPERTS          how many weights are unpacked at a time, for a memory plan
 """
 
+from mlx_parallm.models.cpu.few_rows import few_rows_here as few_rows_here
+from mlx_parallm.models.cpu.few_rows import use_few_rows as use_few_rows
 from mlx_parallm.models.cpu.kernels import as_data as as_data
 from mlx_parallm.models.cpu.kernels import exp2_minus as exp2_minus
 from mlx_parallm.models.cpu.kernels import exp_minus as exp_minus

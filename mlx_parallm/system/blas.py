@@ -91,6 +91,11 @@ def request_bitwise_reproducible_blas() -> None:
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
+def is_reproducible() -> bool:
+    """Whether MKL was asked, here or by the user, for results that come again."""
+    return os.environ.get("MKL_CBWR", "").upper() not in ("", "OFF")
+
+
 def _preload() -> BlasStatus:
     if sys.platform != "linux" or has_cuda_backend():
         return BlasStatus("native")

@@ -188,6 +188,7 @@ static void* help(void* number) {
     const auto until = std::chrono::steady_clock::now() + SPIN;
     while (calls.load(std::memory_order_relaxed) == seen) {
       for (int i = 0; i < 32 && calls.load(std::memory_order_relaxed) == seen; ++i) pause_core();
+      sched_yield();  // Python may want this core
       if (std::chrono::steady_clock::now() < until) continue;
       asleep.fetch_add(1);
       calls.wait(seen);
@@ -255,7 +256,10 @@ static void gemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 
 // Puts gemm into the tables through which a library of MLX calls cblas_sgemm.
 static int replace(dl_phdr_info* object, size_t, void* count) {
-  if (!strstr(object->dlpi_name, "mlx")) return 0;
+  if (!strstr(object->dlpi_name, "/libmlx.") && !strstr(object->dlpi_name, "/mlx/core.")) return 0;
+  const auto at = [&](size_t address) {  // the loader may have added where the library lies
+    return address < object->dlpi_addr ? address + object->dlpi_addr : address;
+  };
   const ElfW(Dyn)* entry = nullptr;
   for (int i = 0; i < object->dlpi_phnum; ++i)
     if (object->dlpi_phdr[i].p_type == PT_DYNAMIC)
@@ -265,17 +269,17 @@ static int replace(dl_phdr_info* object, size_t, void* count) {
   const ElfW(Rela)* tables[2] = {};
   size_t bytes[2] = {};
   for (; entry && entry->d_tag != DT_NULL; ++entry) {
-    if (entry->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym)*)entry->d_un.d_ptr;
-    if (entry->d_tag == DT_STRTAB) names = (const char*)entry->d_un.d_ptr;
-    if (entry->d_tag == DT_JMPREL) tables[0] = (const ElfW(Rela)*)entry->d_un.d_ptr;
+    if (entry->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym)*)at(entry->d_un.d_ptr);
+    if (entry->d_tag == DT_STRTAB) names = (const char*)at(entry->d_un.d_ptr);
+    if (entry->d_tag == DT_JMPREL) tables[0] = (const ElfW(Rela)*)at(entry->d_un.d_ptr);
     if (entry->d_tag == DT_PLTRELSZ) bytes[0] = entry->d_un.d_val;
-    if (entry->d_tag == DT_RELA) tables[1] = (const ElfW(Rela)*)entry->d_un.d_ptr;
+    if (entry->d_tag == DT_RELA) tables[1] = (const ElfW(Rela)*)at(entry->d_un.d_ptr);
     if (entry->d_tag == DT_RELASZ) bytes[1] = entry->d_un.d_val;
   }
   const size_t page = sysconf(_SC_PAGESIZE);
   for (int t = 0; t < 2; ++t)
     for (const ElfW(Rela)* r = tables[t]; r && r < tables[t] + bytes[t] / sizeof(*r); ++r) {
-      if (strcmp(names + symbols[r->r_info >> 32].st_name, "cblas_sgemm")) continue;
+      if (strcmp(names + symbols[ELF64_R_SYM(r->r_info)].st_name, "cblas_sgemm")) continue;
       void** slot = (void**)(object->dlpi_addr + r->r_offset);
       if (mprotect((void*)((size_t)slot / page * page), page, PROT_READ | PROT_WRITE)) continue;
       __atomic_store_n(slot, (void*)gemm, __ATOMIC_RELEASE);
