@@ -221,6 +221,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
     "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",
     "mlx_parallm/system/device/traits.py": "a CPU that goes a GPU's way",
+    "mlx_parallm/models/cpu/few_rows.py": "leaves products to the BLAS, for whoever compares",
     "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it"
     " starts the variables of mlx.launch",
 }

@@ -1,6 +1,6 @@
 """Products of few rows by our kernel and by the BLAS, in turns: docs/benchmarks/serving.md#products-of-few-rows.
 
-    .venv/bin/python -m scripts.bench.few_rows --model DIRECTORY    # about 2 minutes
+    .venv/bin/python -m scripts.bench.few_rows --model build/smollm2/float32    # about 2 minutes
 
 `products`: all float32 matrices of the model, once through, for each number of rows. `steps`: decode
 steps of the engine, every second one without the kernel. The least of each, which other programs
@@ -67,7 +67,7 @@ def in_turns(kernel: few_rows.Kernel, work: Callable[[], object], rounds: int) -
             if turn >= 2:
                 walls[rows].append(1e3 * (time.perf_counter() - started))
                 processor[rows].append(1e3 * (time.process_time() - begun))
-    (blas, own), (middle, own_middle), (burnt, own_burnt) = (
+    (blas, ours), (middle, our_middle), (burnt, our_burnt) = (
         [statistic(times) for times in taken.values()]
         for statistic, taken in (
             (min, walls),
@@ -77,11 +77,11 @@ def in_turns(kernel: few_rows.Kernel, work: Callable[[], object], rounds: int) -
     )
     return [
         f"{blas:.1f}",
-        f"{own:.1f}",
-        f"{blas / own:.2f}",
-        f"{middle:.1f}, {own_middle:.1f}",
-        f"{middle / own_middle:.2f}",
-        f"{burnt:.1f}, {own_burnt:.1f}",
+        f"{ours:.1f}",
+        f"{blas / ours:.2f}",
+        f"{middle:.1f}, {our_middle:.1f}",
+        f"{middle / our_middle:.2f}",
+        f"{burnt:.1f}, {our_burnt:.1f}",
     ]
 
 

@@ -56,7 +56,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class FewRows:
-    """What computes products of few rows.
+    """Hold what computes products of few rows.
 
     Attributes:
         rows: up to so many rows the kernel does; 0: the BLAS does all.
@@ -84,7 +84,7 @@ class Kernel:
         status = blas_status()
         self._library = ctypes.CDLL(str(library))
         self._blas = ctypes.CDLL(status.path)
-        self._count_threads = getattr(self._blas, THREADS[status.name])
+        self._count_threads = self._blas[THREADS[status.name]]
 
     def multiply(self, x: Matrix, weight: Matrix, y: Matrix, threads: int | None = None) -> None:
         """y [m, n] = x [m, k] · weight [n, k]ᵀ on so many threads, None: as many as the BLAS has.
@@ -153,7 +153,7 @@ def _choose(weights: list[Matrix], *, use: bool) -> FewRows:
         kernel = load()
     except (OSError, subprocess.SubprocessError) as error:
         return FewRows(why=f"the kernel cannot be built: {_reason(error)}")
-    chosen = probe(weights, own=kernel.multiply, blas=kernel.multiply_by_blas)
+    chosen = probe(weights, kernel=kernel.multiply, blas=kernel.multiply_by_blas)
     if use and chosen.rows and not kernel.use(chosen.rows):
         return FewRows(why="this build of MLX calls no BLAS that could be replaced")
     return chosen
@@ -188,7 +188,7 @@ def _weights(arrays: Iterable[mx.array]) -> list[Matrix]:
         )
         if outputs < LEAST_OUTPUTS or outputs * array.shape[1] < FEWEST_WEIGHTS:
             continue
-        matrix: Matrix = np.asarray(memoryview(array))[:outputs]
+        matrix: Matrix = np.asarray(array)[:outputs]
         if matrix.strides[1] == matrix.itemsize:
             chosen.append(matrix)
             room -= matrix.nbytes
@@ -198,7 +198,7 @@ def _weights(arrays: Iterable[mx.array]) -> list[Matrix]:
 Product = Callable[[Matrix, Matrix, Matrix], None]
 
 
-def probe(weights: list[Matrix], *, own: Product, blas: Product) -> FewRows:
+def probe(weights: list[Matrix], *, kernel: Product, blas: Product) -> FewRows:
     """Try both on all the weights with each number of rows of CLASSES, until the BLAS wins.
 
     The kernel gets all numbers of rows up to one, so a row's numbers do not depend on which of
@@ -215,12 +215,12 @@ def probe(weights: list[Matrix], *, own: Product, blas: Product) -> FewRows:
         for turn, which in np.ndindex(ROUNDS, 2):
             for i, (x, weight, y) in enumerate(zip(xs, weights, ys, strict=True)):
                 started = time.perf_counter()
-                (own, blas)[which](x, weight, y[which])
+                (kernel, blas)[which](x, weight, y[which])
                 seconds[turn, i, which] = time.perf_counter() - started
         if not all(_agree(*y) for y in ys):
             return FewRows(gains=tuple(gains), why=f"its numbers differ at {rows} rows")
-        of_own, of_blas = seconds.min(axis=0).sum(axis=0)  # the least is the least disturbed
-        gain = float(of_blas / of_own)
+        of_kernel, of_blas = seconds.min(axis=0).sum(axis=0)  # the least is the least disturbed
+        gain = float(of_blas / of_kernel)
         gains.append((rows, gain))
         if gain < 1 / NOISE:
             break
@@ -269,7 +269,7 @@ def _is_own(library: Path) -> bool:
 
 
 def _processor() -> bytes:
-    """What g++ compiles for: the processor's name and what it can do."""
+    """Return what g++ compiles for: the processor's name and what it can do."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             lines = file.read(1 << 14).split(b"\n\n")[0].splitlines()

@@ -20,7 +20,7 @@ from mlx_parallm.models.cpu.few_rows import FewRows, Kernel, probe, use_few_rows
 from mlx_parallm.system import blas
 from mlx_parallm.system.device import traits
 
-SHAPES = int(os.environ.get("FEW_ROWS_SHAPES", "150"))
+SHAPES = int(os.environ.get("FEW_ROWS_SHAPES", "60"))
 needs_kernel = pytest.mark.skipif(
     not traits.on_cpu()
     or blas.blas_status().name not in few_rows.THREADS
@@ -53,7 +53,7 @@ def rows_of(generator: np.random.Generator, count: int, width: int) -> few_rows.
 def test_each_row_is_right_and_the_same_alone_together_and_on_any_threads(kernel: Kernel) -> None:
     generator = np.random.default_rng(0)
     for _ in range(SHAPES):
-        m, n, k = (int(generator.integers(1, most)) for most in (41, 400, 900))
+        m, n, k = (int(generator.integers(1, most)) for most in (41, 300, 700))
         x, weight = rows_of(generator, m, k), rows_of(generator, n, k)
         y = np.full((m, n + 5), np.nan, dtype=np.float32)
         kernel.multiply(x, weight, y[:, :n], threads=1 + m % 3)
@@ -177,7 +177,7 @@ def test_the_kernel_gets_the_rows_up_to_which_it_is_faster_and_right(
     clock = Clock()
     monkeypatch.setattr(few_rows, "time", clock)
     weights = [np.ones((8, 16), dtype=np.float32), np.ones((4, 24), dtype=np.float32)]
-    chosen = probe(weights, own=clock.way(cost, wrong_at), blas=clock.way(lambda rows: 1.0))
+    chosen = probe(weights, kernel=clock.way(cost, wrong_at), blas=clock.way(lambda rows: 1.0))
     assert chosen.rows == rows
     assert words in chosen.words()
 
