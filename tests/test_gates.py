@@ -73,7 +73,7 @@ VARIABLE_ATTRIBUTES: dict[
     "models.published.reader:Published.get": "keys of a configuration class",
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state:BaseEnvironment.check_class": "which methods a user's class overrides",
-    "environments.levels:LevelsSource.task": "a level's task has all fields of the one that it was",
+    "environments.curriculum.levels:LevelsSource.task": "a level's task has all fields of the one that it was",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": (
         "system calls and limits by name, from a table"

@@ -143,11 +143,10 @@ class EnvironmentConfig(Section):
     prompt_format: Literal["chat", "text"] = "chat"
     """A prompt that is a string becomes one user message (chat), or goes to the model as it is
     (text); for every kind but "tasks" and "reasoning_gym"."""
-    curriculum: Literal["none", "easy_first", "weighted", "adaptive"] = "none"
+    curriculum: Literal["none", "easy_first", "adaptive"] = "none"
     """dataset: order of the training rows: a new one each epoch (none), rows of a high pass rate
-    first (easy_first), rows drawn by their pass rate p with the weight p (1 - p) (weighted), or
-    rows drawn by what they are expected to teach, by pass rates that are estimated while it trains
-    (adaptive)."""
+    first (easy_first), or rows drawn by what they are expected to teach, by pass rates that are
+    estimated while it trains (adaptive)."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
     """How rows (curriculum = "adaptive") or `levels` are drawn."""
     pass_rates: str | None = None
@@ -172,6 +171,16 @@ class EnvironmentConfig(Section):
     reward_conditions: dict[str, str] = Field(default_factory=dict)
     """Rewards that count only where another one is good enough, else as 0: e.g. { format =
     "math >= 1" }."""
+
+    @field_validator("curriculum", mode="before")
+    @classmethod
+    def _is_adaptive_now(cls, value: Any) -> Any:
+        if value == "weighted":
+            raise ValueError(
+                '"weighted" is gone: set "adaptive", which begins with the same pass rates and'
+                " follows them while it trains"
+            )
+        return value
 
     @field_validator("reward_conditions")
     @classmethod
@@ -234,7 +243,7 @@ class EnvironmentConfig(Section):
                 "heldout_data and heldout_split contradict each other: set one of them"
             )
         if self.pass_rates is not None and self.curriculum == "none":
-            raise ValueError('pass_rates needs curriculum = "easy_first", "weighted" or "adaptive"')
+            raise ValueError('pass_rates needs curriculum = "easy_first" or "adaptive"')
         if (
             self.curriculum == "adaptive"
             and self.reward_method != "absolute"

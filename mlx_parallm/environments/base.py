@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.curriculum.draws import RowDraws
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.episode_state import Inference, Prompt, State
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.row_images import with_stored_images
+from mlx_parallm.environments.task_draws import TaskDraws
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call
 from mlx_parallm.rewards.base import GroupReward
@@ -185,8 +185,8 @@ class EnvironmentSource(AnyEnvironment):
     them."""
     keeps_rows = False
     """Whether the store keeps each group's row and messages, of which other prompts are made."""
-    draws: RowDraws | None = None
-    """What draws the row of each training group; None: group k asks task k."""
+    draws: TaskDraws | None = None
+    """What draws the task of each training group; None: group k asks task k."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: the class has a method `environment`, which nothing calls."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mlx_parallm.config.environment import HUB_PREFIX, PASS_RATE, EnvironmentConfig
+from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
 from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.row_forms import known_row, with_system
 from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
@@ -31,7 +31,7 @@ from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.execution.parts.kinds import all_kinds
 from mlx_parallm.execution.user_code import is_reference, load, shown, user_code
-from mlx_parallm.system.files import is_directory, local_path
+from mlx_parallm.system.files import local_path
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import require
 
@@ -39,8 +39,6 @@ log = get_logger("environments")
 
 PROMPT_COLUMNS = ("prompt", "messages")
 TASKS_HELDOUT = 0.1  # share of an environment's tasks
-# weight of rows that were always or never solved (0.25 at most): the policy changes as it learns
-LEAST_WEIGHT = 0.02
 
 Prompt = str | list[dict[str, Any]]
 TaskData = str | Path | Sequence[Mapping[str, Any]]
@@ -52,7 +50,6 @@ class DataRow:
     prompt: Any  # a Prompt; of a task, the value of the column that every row needs
     columns: Mapping[str, Any]  # every column of the data set; None if the row has none
     key: str  # hash of the prompt
-    pass_rate: float | None = None  # mean reward of its answers, 0 to 1; None: not measured
     tools: Sequence[Mapping[str, Any]] = ()  # definitions for the chat template
     where: str = ""  # file and line
 
@@ -76,7 +73,9 @@ class SplitRows(Generic[K]):
     Args:
         seed: of the orders.
         what: begins the error of an empty split.
-        arrange: changes the order of an epoch.
+
+    Attributes:
+        arrange: changes the order of an epoch; set before the first row is asked for.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class SplitRows(Generic[K]):
         *,
         seed: str,
         what: str,
-        arrange: Arrange | None = None,
     ) -> None:
         self.train, self.heldout = tuple(train), tuple(heldout)
-        self._seed, self._what, self._arrange = seed, what, arrange
+        self._seed, self._what = seed, what
+        self.arrange: Arrange | None = None
         # groups of two epochs may be in flight
         self._order = functools.lru_cache(maxsize=2)(self._ordered)
 
@@ -107,7 +106,7 @@ class SplitRows(Generic[K]):
     def _ordered(self, epoch: int) -> list[int]:
         order, source = list(range(len(self.train))), random.Random(f"{self._seed}/{epoch}")
         source.shuffle(order)
-        return order if self._arrange is None else self._arrange(order, source)
+        return order if self.arrange is None else self.arrange(order, source)
 
 
 def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
@@ -121,77 +120,12 @@ def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
         fraction=config.heldout_fraction,
         key="environments",
     )
-    arrange = _curriculum(config, train) if config.curriculum != "none" else None
     return SplitRows(
         train,
         heldout,
         seed=f"{config.name}/{seed}",
         what=f"environments: {shown(data)}",
-        arrange=arrange,
     )
-
-
-def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
-    """Return the order of an epoch by pass rates. Rows without one come last, or weigh as much as a
-    row can.
-
-    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); if it is
-    0, GRPO's advantages are 0. Raises ConfigError: no row has a pass rate.
-    """
-    if config.curriculum == "adaptive":  # `RowDraws` names the row of each group
-        return lambda order, source: sorted(order)
-    measured = measured_rates(config, rows)
-    if all(rate is None for rate in measured):
-        where = (
-            f"{config.data} has no column {PASS_RATE!r}"
-            if config.pass_rates is None
-            else "none is of its prompts"
-        )
-        raise ConfigError(
-            f'environments: curriculum = "{config.curriculum}" needs pass rates, but {where}:'
-            " measure them with"
-            " `mlx_parallm eval --output DIR` on these rows (heldout_fraction = 1) and set"
-            " pass_rates = DIR"
-        )
-    if config.curriculum == "easy_first":
-        ease = [-1.0 if p is None else p for p in measured]
-        return lambda order, source: sorted(order, key=ease.__getitem__, reverse=True)
-    weights = [0.25 if p is None else max(p * (1 - p), LEAST_WEIGHT) for p in measured]
-    return lambda order, source: source.choices(order, [weights[at] for at in order], k=len(order))
-
-
-def measured_rates(config: EnvironmentConfig, rows: Sequence[DataRow]) -> list[float | None]:
-    """Return the pass rate of each row, measured before; None: it was not. Raises ConfigError."""
-    if config.pass_rates is None:
-        return [row.pass_rate for row in rows]
-    return _rates_of(config.pass_rates, rows)
-
-
-def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
-    """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of
-    the greedy one."""
-    file = local_path(results)
-    file = file / "results.json" if is_directory(file) else file
-    try:
-        environments = json.loads(file.read_text(encoding="utf-8"))["environments"].values()
-        problems = [problem for environment in environments for problem in environment["problems"]]
-        answers = {p["key"].rpartition(":")[2]: p["sampled"] or [p["greedy"]] for p in problems}
-        scored = {key: [r for r in rewards if r is not None] for key, rewards in answers.items()}
-        rates = {key: sum(map(float, r)) / len(r) for key, r in scored.items() if r}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"environments: pass_rates = {results!r}: these are not results of `mlx_parallm"
-            f" eval` ({error})"
-        ) from error
-    row_rates = [rates.get(row.key) for row in rows]
-    for row, rate in zip(rows, row_rates, strict=True):
-        if rate is not None and not 0 <= rate <= 1:
-            raise ConfigError(
-                f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean"
-                f" {rate:g}; a pass rate"
-                f" is from 0 to 1, so evaluate with a reward that is ({str(row.prompt)[:80]!r})"
-            )
-    return row_rates
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
@@ -440,17 +374,11 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             tools = _template_tools(entry.get("tools"))
             if not tools and entry.get("tools") not in (None, "", [], {}):
                 no_tools.append(where)
-        rate = (
-            _pass_rate(entry, where)
-            if config.curriculum != "none" and config.pass_rates is None
-            else None
-        )
         rows.append(
             DataRow(
                 prompt,
                 {name: entry.get(name) for name in columns},
                 prompt_key(prompt),
-                rate,
                 tools,
                 where,
             )
@@ -462,18 +390,6 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             first=no_tools[0],
         )
     return rows
-
-
-def _pass_rate(entry: Mapping[str, Any], where: str) -> float | None:
-    rate = entry.get(PASS_RATE)
-    if rate is None:
-        return None
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-        raise ConfigError(
-            f"environments: {where}: column {PASS_RATE!r} is {rate!r};"
-            " expected a number from 0 to 1"
-        )
-    return float(rate)
 
 
 def _prompt_column(config: EnvironmentConfig, columns: Sequence[str], data: str) -> str:

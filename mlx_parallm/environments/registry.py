@@ -9,8 +9,8 @@ from typing import Any
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.environments.base import AnyEnvironment, EnvironmentSource
+from mlx_parallm.environments.curriculum.run import with_curriculum
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.levels import with_levels
 from mlx_parallm.environments.state import BaseEnvironment, construct
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load, user_code
@@ -56,10 +56,10 @@ def build_sources(
         if is_reference(config.kind):
             cls = _user_class(config)
             with user_code(f"environments: {config.kind}"):
-                source = with_levels(config, partial(cls.from_entry, seed=seed, name=name))
+                source = with_curriculum(config, partial(cls.from_entry, seed=seed, name=name))
         else:
             cls = class_of(config.kind)
-            source = with_levels(config, partial(cls.from_entry, seed=seed, name=name))
+            source = with_curriculum(config, partial(cls.from_entry, seed=seed, name=name))
         source.progress = progress
         source.take_tools(tools)
         if config.kind == "tools" and source.tools is None and config.tools != ():

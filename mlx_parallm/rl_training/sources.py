@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.curriculum.run import keep_draws, row_numbers
 from mlx_parallm.environments.group_order import group_id
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer
+from mlx_parallm.environments.task_draws import TaskDraws
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.inference.module import InferenceModule
@@ -164,11 +164,20 @@ class Sources:
             source.stop()
 
     def numbers(self) -> dict[str, Any]:
-        return {key: number for source in self._sources for key, number in source.numbers().items()}
+        return together(source.numbers() for source in self._sources)
 
     def keeping_state(self) -> dict[str, RolloutSource]:
         """Return the started sources that a checkpoint keeps something of, by name."""
         return {source.name: source for source in self._sources if source.state() is not None}
+
+
+def together(numbers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of all: those of one name are added, tables of one name joined."""
+    total: dict[str, Any] = {}
+    for key, value in (item for each in numbers for item in each.items()):
+        is_table = isinstance(value, Mapping)
+        total[key] = total.get(key, {}) | value if is_table else total.get(key, 0) + value
+    return total
 
 
 class InProcessEnvironments(RolloutSource):
@@ -229,7 +238,8 @@ class InProcessEnvironments(RolloutSource):
             template_kwargs=config.model.chat_template_kwargs,
             players=players,
         )
-        keep_draws(self._context.directory, (each.draws for each in self._context.environments))
+        for draws in self._draws():
+            draws.keep(self._context.directory)
         manager.check_room("rl_training.atropos.max_token_length")
         if state is not None and self.name in state.sources:
             manager.restore(state.sources[self.name])
@@ -280,7 +290,10 @@ class InProcessEnvironments(RolloutSource):
         return self._manager.state() if self._manager is not None else None
 
     def numbers(self) -> dict[str, Any]:
-        return row_numbers(each.draws for each in self._context.environments)
+        return together(draws.numbers() for draws in self._draws())
+
+    def _draws(self) -> list[TaskDraws]:
+        return [each.draws for each in self._context.environments if each.draws is not None]
 
 
 class RewardsById(RolloutSource):

@@ -11,6 +11,7 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.dataset_rows import json_lines, read_prompts, rows_of
 from mlx_parallm.environments.kinds.dataset import DatasetSource
+from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.row_forms import known_row
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
@@ -208,7 +209,7 @@ def test_free_text_is_no_path(tmp_path: Path) -> None:
             write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum="easy_first"
         )
         with pytest.raises(ConfigError, match="not results of"):
-            read_prompts(rates, seed=0)
+            build_sources([rates], seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """RowDraws: which row each group of an environment asks (`curriculum = "adaptive"`).
 
 pass_rates.py estimates what a group of each row is expected to teach, log.py keeps draws and
-rewards, run.py gives an environment its draws, and a run their file.
+rewards, run.py gives an environment its draws, sent.py those whose rows are elsewhere.
 
     draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
                      a row in proportion to the square of `PassRates.teaches`, of those that no
@@ -19,14 +19,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mlx_parallm.config.environment import AdaptiveConfig
-from mlx_parallm.environments.curriculum.log import DrawLog
+from mlx_parallm.environments.curriculum.log import DRAWS_FILE, DrawLog
 from mlx_parallm.environments.curriculum.pass_rates import Kinds, Numbers, PassRates, RewardRange
+from mlx_parallm.environments.task_draws import FinishedGroup
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
@@ -75,24 +77,6 @@ def _at(weights: Numbers, number: float) -> tuple[int | None, float]:
     place = min(place, int(np.flatnonzero(weights)[-1]))  # number * sum is rounded
     before = ends[place - 1] if place else 0.0
     return place, min(max(float((number * ends[-1] - before) / weights[place]), 0.0), 1.0)
-
-
-class FinishedGroup(Protocol):
-    """The part of a `runner.GroupResult` that the draws use."""
-
-    @property
-    def plan(self) -> "Planned": ...
-    @property
-    def group(self) -> RolloutGroup: ...
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def may_pass(self) -> bool: ...
-
-
-class Planned(Protocol):
-    @property
-    def index(self) -> int | None: ...
 
 
 @dataclass(slots=True)
@@ -158,7 +142,7 @@ class RowDraws:
         self._weights.put(slice(row, row + 1), 0.0)
         return row
 
-    def finished(self, result: "FinishedGroup") -> None:
+    def finished(self, result: FinishedGroup) -> None:
         """Count what a group earned. A row whose group failed, unless that may pass, counts as
         wrong: it would fail again."""
         assert result.plan.index is not None, "a group of the queue has one"
@@ -203,8 +187,43 @@ class RowDraws:
         """Count the rows of each kind."""
         return self._rates.kinds()
 
-    def replay(self, entry: Mapping[str, Any]) -> None:
-        """Take an entry of the log, as when it was written."""
+    def numbers(self) -> dict[str, Any]:
+        kinds = asdict(self.kinds())
+        totals = {f"rows_{name}": count for name, count in kinds.items()}
+        return totals | {"rows_by_environment": {self.environment: kinds}}
+
+    def keep(self, run: Path) -> None:
+        self.continue_in(DrawLog(run / DRAWS_FILE))
+
+    def continue_in(self, kept: DrawLog) -> None:
+        """Take every entry of a log as when it was written, and append to it from now on. Raises
+        CheckpointError: a damaged file, or one of other rows."""
+        for entry in kept.read():
+            if entry["environment"] == self.environment:
+                self._take(entry)
+        if self._unknown and not self._groups:
+            raise CheckpointError(
+                f"{kept.path}: none of the {len(self._unknown)} rows that were drawn for"
+                f" {self.environment} is in its data, so these are the draws of another data set:"
+                " put the data back, or remove the file to let the estimates begin anew"
+            )
+        if self._unknown:
+            log.warning(
+                "rows that were drawn are no longer in the data: what they earned is forgotten",
+                environment=self.environment,
+                rows=len(self._unknown),
+            )
+        self._log = kept
+
+    # --- both
+
+    def _keep(self, entry: dict[str, Any]) -> None:
+        """Write an entry, then take it: what counts is on the disk."""
+        if self._log is not None:
+            self._log.append({"environment": self.environment, **entry})
+        self._take(entry)
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
         index, drawn = entry["group"], self._groups.get(entry["group"])
         if "row" in entry:
             self._draws += 1
@@ -217,30 +236,6 @@ class RowDraws:
         elif drawn is not None and not drawn.finished:
             drawn.finished = True
             self._count(drawn.row, entry["rewards"], entry["version"])
-
-    def continue_in(self, log_of_run: DrawLog) -> None:
-        """Append to the log that was replayed. Raises CheckpointError: it is of other rows."""
-        if self._unknown and not self._groups:
-            raise CheckpointError(
-                f"{log_of_run.path}: none of the {len(self._unknown)} rows that were drawn for"
-                f" {self.environment} is in its data, so these are the draws of another data set:"
-                " put the data back, or remove the file to let the estimates begin anew"
-            )
-        if self._unknown:
-            log.warning(
-                "rows that were drawn are no longer in the data: what they earned is forgotten",
-                environment=self.environment,
-                rows=len(self._unknown),
-            )
-        self._log = log_of_run
-
-    # --- both
-
-    def _keep(self, entry: dict[str, Any]) -> None:
-        """Write an entry, then take it: what counts is on the disk."""
-        if self._log is not None:
-            self._log.append({"environment": self.environment, **entry})
-        self.replay(entry)
 
     def _next_row(self, index: int) -> int:
         """Return the row for a group that has none yet."""

@@ -24,8 +24,8 @@ class DrawLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield place and entry of each line, and remove a last one that a kill left unfinished.
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the entry of each line, and remove a last one that a kill left unfinished.
         Raises CheckpointError: a damaged line, or the file cannot be read."""
         if not self.path.exists():
             return
@@ -35,7 +35,7 @@ class DrawLog:
                     if not line.endswith(b"\n"):
                         os.truncate(self.path, file.tell() - len(line))
                         return
-                    yield f"{self.path}:{number}", _entry(line, f"{self.path}:{number}")
+                    yield _entry(line, f"{self.path}:{number}")
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be read: {error.strerror or error}"

@@ -1,38 +1,48 @@
-"""`RowDraws` of an environment and of a run: the draws of a data set's rows, their file in the
-run's directory, and their numbers in metrics.jsonl."""
+"""`with_curriculum`: what an [[environments]] entry says of the order of its tasks (`curriculum`,
+`levels`) becomes the order of its rows, or the draws of its source."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.curriculum.draws import RowDraws
-from mlx_parallm.environments.curriculum.log import DRAWS_FILE, DrawLog
-from mlx_parallm.environments.dataset_rows import DataRow, measured_rates
+from mlx_parallm.environments.curriculum.levels import LevelsSource
+from mlx_parallm.environments.curriculum.order import easy_first, measured_rates
+from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.functions import RewardFunctions
-from mlx_parallm.system.log import get_logger
-
-log = get_logger("environments")
 
 
-class RowSource(Protocol):
-    """The part of an `EnvironmentSource` with rows that `draws_of_rows` uses."""
+def with_curriculum(
+    config: EnvironmentConfig, make: Callable[[EnvironmentConfig], EnvironmentSource]
+) -> EnvironmentSource:
+    """Make the source of an entry, of all its levels if it has any. Raises ConfigError: as `make`
+    does, for the level that it names; a bad pass rate, or no such reward."""
+    if config.levels:
+        levels = range(len(config.levels))
+        return LevelsSource(config, [_level(config, number, make) for number in levels])
+    source = make(config)
+    if isinstance(source, DatasetSource) and config.curriculum != "none" and source.rows.train:
+        rows = source.rows
+        if config.curriculum == "easy_first":
+            rows.arrange = easy_first(config, rows.train)
+        else:
+            source.draws = _draws(source)
+            rows.arrange = lambda order, _: sorted(order)  # the draws name the row of each group
+    return source
 
-    config: EnvironmentConfig
-    name: str
-    seed: int
-    rewards: RewardFunctions
+
+def _level(
+    config: EnvironmentConfig, number: int, make: Callable[[EnvironmentConfig], EnvironmentSource]
+) -> EnvironmentSource:
+    options = config.options | config.levels[number]
+    try:
+        return make(config.model_copy(update={"options": options}))
+    except ConfigError as error:
+        raise ConfigError(f"environments: {config.name}: levels[{number}]: {error}") from error
 
 
-def draws_of_rows(source: RowSource, rows: Sequence[DataRow]) -> RowDraws | None:
-    """Return the draws of an environment's training rows; None: it has none, for it is evaluated
-    alone. Raises ConfigError: no such reward, or a bad pass rate."""
-    config, names = source.config, source.rewards.names
-    if not rows:
-        return None
+def _draws(source: DatasetSource) -> RowDraws:
+    config, rows, names = source.config, source.rows.train, source.rewards.names
     if not names or config.adaptive.reward not in ("reward", *names):
         raise ConfigError(
             f'environments: {source.name}: curriculum = "adaptive" goes by the reward'
@@ -47,30 +57,3 @@ def draws_of_rows(source: RowSource, rows: Sequence[DataRow]) -> RowDraws | None
         seed=source.seed,
         rates=measured_rates(config, rows),
     )
-
-
-def keep_draws(run: Path, draws: Iterable[RowDraws | None]) -> None:
-    """Let draws continue where the run in a directory has left them, and keep them there. Raises
-    CheckpointError: a damaged file, or one of other rows."""
-    by_name = {each.environment: each for each in draws if each is not None}
-    kept = DrawLog(run / DRAWS_FILE)
-    others: Counter[str] = Counter()
-    for _, entry in kept.read() if by_name else ():
-        if entry["environment"] in by_name:
-            by_name[entry["environment"]].replay(entry)
-        else:
-            others[entry["environment"]] += 1
-    for name, entries in others.items():
-        log.info("draws of an environment that draws no rows now", environment=name, lines=entries)
-    for each in by_name.values():
-        each.continue_in(kept)
-
-
-def row_numbers(draws: Iterable[RowDraws | None]) -> dict[str, Any]:
-    """Return the numbers of a metrics line about the rows that are drawn; nothing if none are."""
-    kinds = {each.environment: asdict(each.kinds()) for each in draws if each is not None}
-    if not kinds:
-        return {}
-    names = next(iter(kinds.values()))
-    totals = {f"rows_{name}": sum(counts[name] for counts in kinds.values()) for name in names}
-    return totals | {"rows_by_environment": kinds}

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.curriculum.run import draws_of_rows
 from mlx_parallm.environments.dataset_rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
@@ -41,8 +40,6 @@ class DatasetSource(EnvironmentSource):
             if config.rewards
             else RewardFunctions.none()  # something else scores (config.load checks it)
         )
-        if config.curriculum == "adaptive":
-            self.draws = draws_of_rows(self, self.rows.train)
 
     def task(self, index: int, split: Split = "train") -> Task:
         """Return row `index` of the split as a task. Raises ConfigError: no held-out rows."""

@@ -144,8 +144,10 @@ def three_kinds_of_rows(directory: Path, seed: int, variant: Sequence[str]) -> N
     solved = [task for task, right in tasks if right >= 15][: ROWS // 5]
     others = [task for task, right in tasks if right in (0, 1, 13, 14)][: 3 * ROWS // 5]
     assert len(learnable) + len(solved) + len(others) == ROWS
-    rows = [{"prompt": task.opening, "answer": task.answer} for task in [*learnable, *solved]]
-    rows += [{"prompt": task.opening, "answer": "none"} for task in others]
+    rows = [{"prompt": task.opening, "answer": task.answer} for task in learnable]
+    if "oracle" not in variant:
+        rows += [{"prompt": task.opening, "answer": task.answer} for task in solved]
+        rows += [{"prompt": task.opening, "answer": "none"} for task in others]
     write_rows(directory / "rows.jsonl", rows)
     held_out = [{"prompt": task.opening, "answer": task.answer} for task in source.heldout(200)]
     write_rows(directory / "heldout.jsonl", held_out)

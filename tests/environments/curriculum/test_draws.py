@@ -20,9 +20,9 @@ from mlx_parallm.environments.curriculum.pass_rates import (
     Population,
     RewardRange,
 )
-from mlx_parallm.environments.curriculum.run import keep_draws, row_numbers
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.rl_training.sources import together
 from tests.environments.scripted_client import ScriptedClient
 
 HISTORIES = int(os.environ.get("MLX_PARALLM_HISTORIES", "60"))  # 10,000: half an hour
@@ -211,14 +211,14 @@ def test_a_run_that_is_killed_draws_the_rows_that_it_would_have_drawn(tmp_path):
         keys = [f"row{number}" for number in range(rng.randint(1, 12))]
         rates = [rng.choice((0.0, 0.5, 1.0)) for _ in keys]
         first, seed = draws_of(keys, seed=history, floor=rng.choice((0.1, 0.37, 1))), rng.random()
-        keep_draws(run, [first])
+        first.keep(run)
         player = Player(first, rates, seed=seed)
         player.play(rng.randint(1, 60))
         log = (run / DRAWS_FILE).read_bytes()
         (run / DRAWS_FILE).write_bytes(log + b'{"environment": "rows", "gro'[: rng.randint(0, 28)])
 
         second = draws_of(keys, seed=history, floor=first._config.floor)
-        keep_draws(run, [second])
+        second.keep(run)
         assert (run / DRAWS_FILE).read_bytes() == log
         assert second.next_group == first.next_group
         again = {index: second.draw(index, player.cursor) for index in player.in_flight}
@@ -317,7 +317,7 @@ def test_levels_rise_with_the_policy():
 
 def played(run, keys, *, name="rows", groups=6):
     draws = draws_of(keys, name=name)
-    keep_draws(run, [draws])
+    draws.keep(run)
     player = Player(draws, [0.5] * len(keys), seed=0)
     player.play(groups)
     return draws
@@ -327,27 +327,29 @@ def test_rows_that_changed_between_runs(tmp_path, warned):
     keys = ["a", "b", "b", "c"]
     before = played(tmp_path, keys, groups=60)
     moved = draws_of(["c", "b", "new", "b", "a"])
-    keep_draws(tmp_path, [moved])
+    moved.keep(tmp_path)
     rates = lambda draws, order: [draws._rates.mean(draws._row_of[key]) for key in order]  # noqa: E731
     assert rates(moved, ["a", "b", "b#2", "c"]) == rates(before, ["a", "b", "b#2", "c"])
     assert moved.kinds().unseen == 1
     fewer = draws_of(["a"])
-    keep_draws(tmp_path, [fewer])
+    fewer.keep(tmp_path)
     assert [(line["event"], line["rows"]) for line in warned] == [
         ("rows that were drawn are no longer in the data: what they earned is forgotten", 3)
     ]
     with pytest.raises(CheckpointError, match="draws of another data set"):
-        keep_draws(tmp_path, [draws_of(["x", "y"])])
+        draws_of(["x", "y"]).keep(tmp_path)
 
 
 def test_environments_share_a_file_and_nothing_else(tmp_path):
     both = [draws_of(["a", "b"], name="one"), draws_of(["a", "c"], name="two")]
-    keep_draws(tmp_path, both)
+    for each in both:
+        each.keep(tmp_path)
     both[0].draw(0, 0), both[1].draw(0, 0)
     both[0].finished(result(0, [1.0] * SIZE))
     again = [draws_of(["a", "b"], name="one"), draws_of(["a", "c"], name="two")]
-    keep_draws(tmp_path, [*again, None])
-    assert row_numbers(again) == {
+    for each in again:
+        each.keep(tmp_path)
+    assert together(each.numbers() for each in again) == {
         "rows_easy": 1,
         "rows_learnable": 0,
         "rows_hopeless": 0,
@@ -357,8 +359,7 @@ def test_environments_share_a_file_and_nothing_else(tmp_path):
             "two": {"easy": 0, "learnable": 0, "hopeless": 0, "unseen": 2},
         },
     }
-    keep_draws(tmp_path, [draws_of(["q"], name="three")])  # one that is gone is carried
-    assert row_numbers([None]) == {}
+    draws_of(["q"], name="three").keep(tmp_path)  # one that is gone is carried
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     entry = json.dumps({"environment": "rows", "group": 0, "row": "a"})
     (tmp_path / DRAWS_FILE).write_text(f"{entry}\n{line}\n")
     with pytest.raises(CheckpointError, match=r"draws\.jsonl:2: no draw of a row"):
-        keep_draws(tmp_path, [draws_of(["a"])])
+        draws_of(["a"]).keep(tmp_path)
 
 
 # ---------------------------------------------------------------------- in the manager
@@ -406,12 +407,9 @@ def test_a_manager_draws_rows_and_learns_from_its_groups(managed, tokenizer, tmp
         EnvironmentConfig(kind="tasks", name="sum", group_size=4),
     ]
 
-    def numbers(sources):
-        return row_numbers(each.draws for each in sources)
-
     def sources():
         made = build_sources(entries, seed=0)
-        keep_draws(tmp_path, [each.draws for each in made])
+        made[0].draws.keep(tmp_path)
         return made
 
     first = sources()
@@ -424,7 +422,7 @@ def test_a_manager_draws_rows_and_learns_from_its_groups(managed, tokenizer, tmp
     names = {group.group_id for group in inbox.groups if group.environment == "rows"}
     assert {f"rows-0-{line['group']}" for line in drawn if line.get("rewards")} >= names
     assert first[0].draws.kinds() == Kinds(easy=4, learnable=4, hopeless=4)
-    assert numbers(sources()) == numbers(first)
+    assert sources()[0].draws.numbers() == first[0].draws.numbers()
 
 
 def test_what_adaptive_needs(tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.curriculum.run import keep_draws
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
@@ -48,7 +47,7 @@ LEVELS = [{"digits": digits} for digits in (1, 2, 3, 4)]
 def test_groups_take_the_level_that_teaches(managed, tokenizer, tmp_path):
     made = lambda: build_sources([entry(levels=LEVELS)], seed=0)  # noqa: E731
     [source] = made()
-    keep_draws(tmp_path, [source.draws])
+    source.draws.keep(tmp_path)
     client = ScriptedClient(tokenizer, lambda *_: "1")
     manager, inbox = managed(client, sources=[source], num_parallel=8)
     manager.request_groups(60)
@@ -59,7 +58,7 @@ def test_groups_take_the_level_that_teaches(managed, tokenizer, tmp_path):
     assert sum(len(each) == 2 for each in rewards) > 30  # one level of four
     assert {0.0} in rewards and {1.0} in rewards
     [again] = made()
-    keep_draws(tmp_path, [again.draws])
+    again.draws.keep(tmp_path)
     assert again.draws.kinds() == source.draws.kinds()
     assert again.draws.kinds().learnable == 1
 

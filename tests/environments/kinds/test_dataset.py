@@ -122,13 +122,6 @@ def test_a_curriculum_by_pass_rates(make, tmp_path):
             int(text.split()[1]) for text in contents(easy, 82)[41 * epoch : 41 * (epoch + 1)]
         ]
         assert numbers == [*range(39, -1, -1), 40]
-    rates = [0.0] * 40 + [0.5] * 40 + [1.0] * 40
-    drawn = contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
-    share = sum(40 <= int(text.split()[1]) < 80 for text in drawn) / len(drawn)
-    # p (1 - p) of 0.5; 0.02 at least for the other two thirds
-    assert abs(share - 0.25 / (0.25 + 2 * 0.02)) < 0.04
-    assert drawn == contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
-
     measured = tmp_path / "measured"
     measured.mkdir()
     keys = [f"rows:{prompt_key(row['prompt'])}" for row in numbered(3)]
@@ -150,10 +143,11 @@ def test_a_curriculum_by_pass_rates(make, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        (numbered(2), {"curriculum": "weighted"}, "has no column 'pass_rate'.*mlx_parallm eval"),
-        (rated([0.5, 1.5]), {"curriculum": "weighted"}, "rows.*jsonl:2: column 'pass_rate' is 1.5"),
-        (numbered(2), {"curriculum": "weighted", "pass_rates": "nowhere"}, "these are not results"),
+        (numbered(2), {"curriculum": "easy_first"}, "has no column 'pass_rate'.*mlx_parallm eval"),
+        (rated([0.5, 1.5]), {"curriculum": "adaptive"}, "rows.*jsonl:2: column 'pass_rate' is 1.5"),
+        (numbered(2), {"curriculum": "adaptive", "pass_rates": "nowhere"}, "these are not results"),
         (numbered(2), {"pass_rates": "nowhere"}, "pass_rates needs curriculum"),
+        (numbered(2), {"curriculum": "weighted"}, 'gone: set "adaptive", which begins with'),
     ],
 )
 def test_a_curriculum_that_cannot_be(make, rows, keys, message):

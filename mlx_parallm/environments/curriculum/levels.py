@@ -7,7 +7,7 @@ number k // n of level k % n.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,19 +91,3 @@ class LevelsSource(EnvironmentSource):
     def join(self, deadline: float) -> None:
         for level in self._levels:
             level.join(deadline)
-
-
-def with_levels(
-    config: EnvironmentConfig, make: Callable[[EnvironmentConfig], EnvironmentSource]
-) -> EnvironmentSource:
-    """Make the source of an entry, of all its levels if it has any. Raises ConfigError: as `make`
-    does, for the level that it names."""
-    if not config.levels:
-        return make(config)
-    levels = []
-    for number, options in enumerate(config.levels):
-        try:
-            levels.append(make(config.model_copy(update={"options": config.options | options})))
-        except ConfigError as error:
-            raise ConfigError(f"environments: {config.name}: levels[{number}]: {error}") from error
-    return LevelsSource(config, levels)
