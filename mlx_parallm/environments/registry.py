@@ -9,7 +9,7 @@ from typing import Any
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.environments.base import AnyEnvironment, EnvironmentSource
-from mlx_parallm.environments.curriculum.run import with_curriculum
+from mlx_parallm.environments.curriculum.order import with_curriculum
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.state import BaseEnvironment, construct
 from mlx_parallm.errors import ConfigError

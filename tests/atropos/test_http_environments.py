@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.http_environment import HttpEnvironment
+from tests.integration.http_environment import ROWS, HttpEnvironment
 from tests.integration.processes import (
     Daemon,
     free_port,
@@ -65,6 +65,8 @@ def test_the_specifications_configuration_trains_from_an_http_environment(
     assert 0 < lines[0]["kl"] < 1e-2  # the adapter began as nothing; 16 updates move it a little
     assert lines[1]["kl"] > 0
     assert lines[0]["optimizer_updates"] == 4 * 4  # 4 epochs of 128 / 32 mini-batches
+    assert sum(lines[-1]["rows_by_environment"]["sorting_0"].values()) == len(ROWS)
+    assert lines[-1]["rows_unseen"] < lines[0]["rows_unseen"] < len(ROWS)
     assert (tmp_path / "checkpoints" / "final" / "adapters.safetensors").is_file()
 
 

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from mlx_parallm.faces.atropos import routes as routes_atropos
 from mlx_parallm.faces.atropos.queue import AtroposQueue
 from mlx_parallm.faces.atropos.routes import create_atropos_router
+from mlx_parallm.faces.atropos.rows import AskedRows
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.system.foreign_json import MAX_CONTAINERS
@@ -33,11 +34,15 @@ ENVIRONMENT = {
 }
 
 
+def routes_over(queue):
+    return create_atropos_router(queue, AskedRows(queue, queue.store.path.parent, seed=0))
+
+
 @pytest.fixture
 def app(store):
     queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
     app = FastAPI()
-    app.include_router(create_atropos_router(queue).router)
+    app.include_router(routes_over(queue).router)
     return app
 
 
@@ -54,7 +59,7 @@ def status_of(client: TestClient, env_id: int):
 def test_while_the_model_loads_an_environment_waits(store):
     """A BaseEnv gives up after three errors."""
     queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
-    added = [create_atropos_router(queue)]
+    added = [routes_over(queue)]
     with (
         running_server(FakeEngine(), None, loaded=False, routers=added) as server,
         server.http() as http,

@@ -14,6 +14,7 @@ import pytest
 from mlx_parallm.environments.kinds.tasks import make_problem, score
 
 GROUP_SIZE = 8
+ROWS = [str(number) for number in range(400)]
 HAS_ATROPOS = find_spec("mlx_parallm.faces.atropos") is not None
 needs_atropos = pytest.mark.skipif(
     not HAS_ATROPOS, reason="groups come to /atropos, and that leaf is not here"
@@ -43,10 +44,8 @@ class HttpEnvironment(threading.Thread):
     def run(self) -> None:
         try:
             self._register()
-            for number in range(10_000):
-                if self.ended.is_set():
-                    return
-                self._post_group(number)
+            while not self.ended.is_set():
+                self._post_group()
         except (httpx.TransportError, httpx.HTTPStatusError) as error:
             if not self.ended.is_set():
                 self.failure = repr(error)
@@ -69,8 +68,10 @@ class HttpEnvironment(threading.Thread):
         self.join()
         self._queue.post("disconnect-env", json={"env_id": self.env_id}).raise_for_status()
 
-    def _post_group(self, number: int) -> None:
-        problem = make_problem("sort", number, seed=1, split="train")
+    def _post_group(self) -> None:
+        asked = {"env_id": self.env_id, "rows": ROWS}
+        [row] = self._queue.post("next-rows", json=asked).raise_for_status().json()["rows"]
+        problem = make_problem("sort", int(row), seed=1, split="train")
         prompt = self._generate.post(
             "/tokenize", json={"messages": list(problem.messages)}
         ).raise_for_status()
@@ -84,7 +85,7 @@ class HttpEnvironment(threading.Thread):
             **self.extra,
         }
         answer = self._generate.post("/generate", json=body).raise_for_status().json()
-        data = self._scored(problem, ids, answer)
+        data = self._scored(problem, ids, answer) | {"row": row}
         content = gzip.compress(json.dumps(data).encode())
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         reply = self._queue.post("scored_data", content=content, headers=headers).raise_for_status()

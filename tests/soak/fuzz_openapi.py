@@ -98,13 +98,13 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
     """The /atropos routes. Imported here: the server's own fuzz runs without them."""
     from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
     from mlx_parallm.faces.atropos.routes import create_atropos_router
+    from mlx_parallm.faces.atropos.rows import AskedRows
 
     settings = AtroposSettings(
         8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject"
     )
-    return create_atropos_router(
-        AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
-    )
+    queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
+    return create_atropos_router(queue, AskedRows(queue, store.path.parent, seed=0))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """RowDraws: which row each group of an environment asks (`curriculum = "adaptive"`).
 
 pass_rates.py estimates what a group of each row is expected to teach, log.py keeps draws and
-rewards, run.py gives an environment its draws, sent.py those whose rows are elsewhere.
+rewards, order.py gives an environment its draws, sent.py those whose rows are elsewhere.
 
     draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
                      a row in proportion to the square of `PassRates.teaches`, of those that no
@@ -17,11 +17,12 @@ order.
 import itertools
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,7 +40,7 @@ BLOCK = 1024
 """Rows whose weights are summed together: a draw and a change look at one block and at the sums
 of all, for a million rows at two thousand numbers."""
 
-SHARPNESS = 2
+SHARPNESS = 4
 """Power of the chance in a row's weight: one that is half as likely to teach is drawn a quarter as
 often. In proportion to the chance itself, many poor rows together get most of the groups."""
 
@@ -53,6 +54,13 @@ class Weights:
         self._flat = self._blocks.reshape(-1)
         self._sums = np.zeros(blocks)
         self.put(slice(0, len(weights)), weights)
+
+    def make_room(self, rows: int) -> None:
+        """Make room for so many rows in all."""
+        if rows > len(self._flat):
+            self._blocks = np.vstack([self._blocks, np.zeros((1, BLOCK))])
+            self._flat = self._blocks.reshape(-1)
+            self._sums = np.append(self._sums, 0.0)
 
     def put(self, rows: slice, weights: Numbers | float) -> None:
         self._flat[rows] = weights
@@ -123,18 +131,20 @@ class RowDraws:
         self._draws = 0
         self._log: DrawLog | None = None
         self._unknown: set[str] = set()  # rows of the log that the data has no more
+        self._full = False  # a row has come that could not be added
         self._turn: tuple[int, Any] = (-1, ())  # number and order of the turn through all rows
 
     # --- the queue's side
 
-    def draw(self, index: int, first: int) -> int:
-        """Return the number of the task of group `index`; the groups below `first` are settled."""
+    def draw(self, index: int, first: int, key: str | None = None) -> int:
+        """Return the number of the task of group `index`; the groups below `first` are settled.
+        `key`: somebody else has drawn this row for it."""
         settled = itertools.takewhile(lambda group: group < first, self._groups)
         for group in list(settled):
             del self._groups[group]
         if index not in self._groups:
-            row = self._next_row(index)
-            self._keep({"group": index, "row": self._keys[row]})
+            key = key or self._keys[self._next_row(index)]
+            self._keep({"group": index, "row": key})
         row = self._groups[index].row
         if self._levels:  # another group of a level has another task
             return row + index * len(self._keys)
@@ -146,13 +156,10 @@ class RowDraws:
         """Count what a group earned. A row whose group failed, unless that may pass, counts as
         wrong: it would fail again."""
         assert result.plan.index is not None, "a group of the queue has one"
-        rewards: list[float | None] | None = [
-            rollout.scores.get(self._config.reward) if rollout.is_scored else None
-            for rollout in result.group.rollouts
-        ]
+        rewards: list[float | None] | None = rewards_of(result.group, self._config.reward)
         if result.failure is not None:
             rewards = [] if result.may_pass else None
-        self.earned(result.plan.index, rewards, version=_newest(result.group))
+        self.earned(result.plan.index, rewards, version=newest_version(result.group))
 
     def earned(
         self, index: int, rewards: Sequence[float | None] | None, *, version: int | None = None
@@ -179,6 +186,29 @@ class RowDraws:
     # --- the run's side
 
     @property
+    def keys(self) -> Sequence[str]:
+        """The rows, in their order."""
+        return self._keys
+
+    def know(self, key: str, *, most: int) -> bool:
+        """Add a row that is new. False: there are `most` already, or the rows are levels, which
+        have an order."""
+        if key in self._row_of:
+            return True
+        if self._levels or len(self._keys) >= most:
+            if not self._full:
+                log.warning("rows beyond those that are known", environment=self.environment)
+            self._full = True
+            return False
+        row = self._row_of[key] = len(self._keys)
+        self._keys.append(key)
+        self._turn = (-1, ())
+        self._rates.add_row()
+        self._weights.make_room(row + 1)
+        self._weigh(slice(row, row + 1))
+        return True
+
+    @property
     def next_group(self) -> int:
         """The first index that no draw was made for yet."""
         return max(self._groups, default=-1) + 1
@@ -193,20 +223,25 @@ class RowDraws:
         return totals | {"rows_by_environment": {self.environment: kinds}}
 
     def keep(self, run: Path) -> None:
-        self.continue_in(DrawLog(run / DRAWS_FILE))
-
-    def continue_in(self, kept: DrawLog) -> None:
-        """Take every entry of a log as when it was written, and append to it from now on. Raises
-        CheckpointError: a damaged file, or one of other rows."""
-        for entry in kept.read():
-            if entry["environment"] == self.environment:
-                self._take(entry)
+        file = run / DRAWS_FILE
+        self.continue_in(DrawLog(file))
         if self._unknown and not self._groups:
             raise CheckpointError(
-                f"{kept.path}: none of the {len(self._unknown)} rows that were drawn for"
+                f"{file}: none of the {len(self._unknown)} rows that were drawn for"
                 f" {self.environment} is in its data, so these are the draws of another data set:"
                 " put the data back, or remove the file to let the estimates begin anew"
             )
+
+    def continue_in(
+        self, kept: DrawLog, *, others: Literal["forgotten", "known"] = "forgotten"
+    ) -> None:
+        """Take every entry of a log as when it was written, and append to it from now on; `others`:
+        what becomes of rows that are not there. Raises CheckpointError: a damaged file."""
+        for entry in kept.read():
+            if entry["environment"] == self.environment:
+                if others == "known" and "row" in entry:
+                    self.know(entry["row"], most=sys.maxsize)
+                self._take(entry)
         if self._unknown:
             log.warning(
                 "rows that were drawn are no longer in the data: what they earned is forgotten",
@@ -276,7 +311,11 @@ def _finite(rewards: Sequence[float | None]) -> list[float]:
     return [each for each in rewards if each is not None and math.isfinite(each)]
 
 
-def _newest(group: RolloutGroup) -> int | None:
+def rewards_of(group: RolloutGroup, name: str = "reward") -> list[float | None]:
+    return [each.scores.get(name) if each.is_scored else None for each in group.rollouts]
+
+
+def newest_version(group: RolloutGroup) -> int | None:
     """Return the newest policy version of a group's tokens."""
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     newest = max((max(each.policy_versions, default=-1) for each in segments), default=-1)

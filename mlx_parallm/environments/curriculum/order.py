@@ -1,18 +1,70 @@
-"""The order of a data set's training rows by pass rates that were measured before the run."""
+"""`with_curriculum`: what an [[environments]] entry says of the order of its tasks (`curriculum`,
+`levels`) becomes the order of its rows, or the draws of its source."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_parallm.config.environment import PASS_RATE, EnvironmentConfig
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.curriculum.draws import RowDraws
+from mlx_parallm.environments.curriculum.levels import LevelsSource
 from mlx_parallm.environments.dataset_rows import Arrange, DataRow
+from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import is_directory, local_path
 
 
-def easy_first(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
+def with_curriculum(
+    config: EnvironmentConfig, make: Callable[[EnvironmentConfig], EnvironmentSource]
+) -> EnvironmentSource:
+    """Make the source of an entry, of all its levels if it has any. Raises ConfigError: as `make`
+    does, for the level that it names; a bad pass rate, or no such reward."""
+    if config.levels:
+        levels = range(len(config.levels))
+        return LevelsSource(config, [_level(config, number, make) for number in levels])
+    source = make(config)
+    if isinstance(source, DatasetSource) and config.curriculum != "none" and source.rows.train:
+        rows = source.rows
+        if config.curriculum == "easy_first":
+            rows.arrange = _easy_first(config, rows.train)
+        else:
+            source.draws = _draws(source)
+            rows.arrange = lambda order, _: sorted(order)  # the draws name the row of each group
+    return source
+
+
+def _level(
+    config: EnvironmentConfig, number: int, make: Callable[[EnvironmentConfig], EnvironmentSource]
+) -> EnvironmentSource:
+    options = config.options | config.levels[number]
+    try:
+        return make(config.model_copy(update={"options": options}))
+    except ConfigError as error:
+        raise ConfigError(f"environments: {config.name}: levels[{number}]: {error}") from error
+
+
+def _draws(source: DatasetSource) -> RowDraws:
+    config, rows, names = source.config, source.rows.train, source.rewards.names
+    if not names or config.adaptive.reward not in ("reward", *names):
+        raise ConfigError(
+            f'environments: {source.name}: curriculum = "adaptive" goes by the reward'
+            f" {config.adaptive.reward!r} (adaptive.reward), and there is no reward"
+            f" {config.adaptive.reward!r}; there are: {', '.join(names) or 'none'}"
+        )
+    return RowDraws(
+        source.name,
+        [row.key for row in rows],
+        config.adaptive,
+        group_size=config.group_size,
+        seed=source.seed,
+        rates=_measured_rates(config, rows),
+    )
+
+
+def _easy_first(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
     """Return the order of an epoch: the highest pass rate first, rows without one last. Raises
     ConfigError: no row has one."""
-    measured = measured_rates(config, rows)
+    measured = _measured_rates(config, rows)
     if all(rate is None for rate in measured):
         where = (
             f"{config.data} has no column {PASS_RATE!r}"
@@ -29,7 +81,7 @@ def easy_first(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
     return lambda order, source: sorted(order, key=ease.__getitem__, reverse=True)
 
 
-def measured_rates(config: EnvironmentConfig, rows: Sequence[DataRow]) -> list[float | None]:
+def _measured_rates(config: EnvironmentConfig, rows: Sequence[DataRow]) -> list[float | None]:
     """Return the pass rate of each row, measured before; None: it was not. Raises ConfigError."""
     if config.pass_rates is None:
         return [_of_its_column(row) for row in rows]

@@ -168,6 +168,15 @@ class PassRates:
         self.teaches[changed] = self._differ(changed)
         return changed
 
+    def add_row(self) -> None:
+        """Add a row that was not measured."""
+        self._right, self._wrong = np.append(self._right, 0.0), np.append(self._wrong, 0.0)
+        last = slice(len(self._right) - 1, len(self._right))
+        right, wrong = self._chances(last)
+        self._all_right = np.append(self._all_right, right)
+        self._all_wrong = np.append(self._all_wrong, wrong)
+        self.teaches = np.append(self.teaches, self._differ(last))
+
     def mean(self, row: int) -> float:
         """Return the estimated pass rate of a row."""
         right, wrong = self._right[row] + self._prior[0], self._wrong[row] + self._prior[1]

@@ -26,6 +26,7 @@ from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, SHOWN, from_scored_da
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
+from mlx_parallm.types import RolloutGroup
 
 SOURCE = "atropos"
 SILENT_AFTER_S = 60.0  # environments ask for their status ten times a second
@@ -33,7 +34,6 @@ STALLED_AFTER_S = 600.0  # without a group although environments are there
 RECENT = 20  # submissions that `health` judges by
 MIN_ENV_WEIGHT = 0.01  # atroposlib's floor, so that no environment is starved
 MOST_ENVIRONMENTS = 1000  # registrations in one run; each of them writes the whole list
-LONGEST_NAME = 256
 LARGEST_NUMBER = 2**31 - 1
 _NOTE = "atropos_environments"
 _LOOSE = ("messages", "generation_params", "overrides", "group_overrides", *SHOWN)
@@ -103,6 +103,9 @@ class AtroposQueue:
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
         self._sent: dict[str, float] = {}  # environment's name → when its last group came
         self._latest: Mapping[str, Any] | None = None
+        self.on_registration: list[Callable[[EnvironmentEntry], None]] = []
+        self.on_group: list[Callable[[str, RolloutGroup], None]] = []
+        """Called with an environment's name and a group of it that is new and on the disk."""
 
     def begin_waiting(self) -> None:
         """Count the time without groups from now on. While the model loads no environment can
@@ -160,7 +163,9 @@ class AtroposQueue:
             self._environments[env_id : env_id + 1] = [entry]
             self._last_seen[env_id] = self._clock()
             self._save()
-            return entry
+        for call in self.on_registration:
+            call(entry)
+        return entry
 
     def disconnect_environment(self, env_id: int) -> bool:
         """False when no environment has that id."""
@@ -237,7 +242,7 @@ class AtroposQueue:
         StoreError: it cannot be stored now; the sender should try again.
         """
         env_id = _env_id(data)
-        entry, source = self._sender(env_id), _source(env_id)
+        entry, source = self.sender(env_id), _source(env_id)
         environment = entry.name if entry else "external"
         try:
             if not isinstance(data, Mapping):
@@ -273,6 +278,8 @@ class AtroposQueue:
             self._note_submission(str(error), environment, None)
             raise
         self._note_submission(None, environment, data)
+        for call in self.on_group if added else ():
+            call(entry.name if entry else group.environment, group)
         return added
 
     def quarantine(self, reason: str) -> None:
@@ -357,7 +364,8 @@ class AtroposQueue:
             f"no mix of groups of {listed} sequences makes a batch of {total} (rollout_batch_size)"
         )
 
-    def _sender(self, env_id: int | None) -> EnvironmentEntry | None:
+    def sender(self, env_id: int | None) -> EnvironmentEntry | None:
+        """Return an environment that calls now; None: there is none of that id."""
         with self._lock:
             if env_id is None or env_id >= len(self._environments):
                 return None

@@ -30,8 +30,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mlx_parallm.errors import RefusedError, RolloutRejectedError, StoreError
-from mlx_parallm.faces.atropos.queue import LARGEST_NUMBER, LONGEST_NAME, AtroposQueue
-from mlx_parallm.faces.atropos.wire import SHOWN, ScoredData
+from mlx_parallm.faces.atropos.queue import LARGEST_NUMBER, AtroposQueue
+from mlx_parallm.faces.atropos.rows import AskedRows, RowsRequest
+from mlx_parallm.faces.atropos.wire import LONGEST_NAME, SHOWN, ScoredData, whole
 from mlx_parallm.server.app import MEANINGS, AddedRouter
 from mlx_parallm.server.auth import refuse_pages
 from mlx_parallm.server.errors import ERROR_CONTENT
@@ -72,16 +73,9 @@ exit."""
 _BAD_GZIP = "Invalid gzip payload"
 
 
-def _whole(name: str) -> str:
-    # half a character (a lone surrogate) is a ValueError, so a 422; it can be neither kept nor
-    # answered
-    name.encode()
-    return name
-
-
 class EnvironmentRegistration(BaseModel):
     max_token_length: int = Field(ge=1, le=LARGEST_NUMBER)
-    desired_name: Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_whole)]
+    desired_name: Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(whole)]
     weight: float = Field(ge=0, le=LARGEST_NUMBER)
     group_size: int = Field(ge=0, le=LARGEST_NUMBER)
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
@@ -161,7 +155,7 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
     return AtroposRoute
 
 
-def create_atropos_router(queue: AtroposQueue) -> AddedRouter:
+def create_atropos_router(queue: AtroposQueue, rows: AskedRows) -> AddedRouter:
     """The `/atropos` routes over `queue`."""
     router = APIRouter(
         prefix="/atropos",
@@ -170,7 +164,7 @@ def create_atropos_router(queue: AtroposQueue) -> AddedRouter:
         responses={503: _refusal(MEANINGS[503])},
     )
     _add_run_routes(router, queue)
-    _add_environment_routes(router, queue)
+    _add_environment_routes(router, queue, rows)
     _add_data_routes(router, queue)
     return AddedRouter(router, basic_auth=True, while_loading={"/atropos/register-env": _WAIT})
 
@@ -204,7 +198,7 @@ def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
         return "Reset successful"
 
 
-def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
+def _add_environment_routes(router: APIRouter, queue: AtroposQueue, rows: AskedRows) -> None:
     @router.post("/register-env", responses=_REFUSALS)
     def register_environment(registration: EnvironmentRegistration) -> dict[str, Any]:
         settings = queue.settings
@@ -224,6 +218,10 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
             "checkpoint_interval": settings.checkpoint_interval,
             "num_steps": settings.total_steps,
         }
+
+    @router.post("/next-rows", responses=_REFUSALS)
+    def next_rows(request: RowsRequest) -> dict[str, list[str]]:
+        return {"rows": rows.draw(request)}
 
     @router.post("/disconnect-env", responses=_REFUSALS)
     def disconnect_environment(environment: EnvironmentId) -> dict[str, str]:

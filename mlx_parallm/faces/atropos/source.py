@@ -2,13 +2,15 @@
 external API."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from mlx_parallm.faces.atropos.api import AtroposClient, TrainerRegistration
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.faces.atropos.routes import create_atropos_router
+from mlx_parallm.faces.atropos.rows import AskedRows
 from mlx_parallm.rl_training.rollout_buffer import Minimum
-from mlx_parallm.rl_training.sources import EMBEDDED, RolloutSource, Served, SourceContext
+from mlx_parallm.rl_training.sources import EMBEDDED, RolloutSource, Served, SourceContext, together
 from mlx_parallm.run_files.trainer_state import TrainerState
 
 NO_END = 2**31 - 1
@@ -52,9 +54,11 @@ class EmbeddedQueue(RolloutSource):
             policy_version=context.policy_version,
         )
         context.on_reward.append(self._queue.note_reward)
-        self.router = create_atropos_router(self._queue)
+        self._rows = AskedRows(self._queue, context.directory, seed=training.seed)
+        self.router = create_atropos_router(self._queue, self._rows)
 
     def start(self, served: Served, state: TrainerState | None) -> None:
+        self._rows.start()
         self._queue.begin_waiting()
 
     def minimums(self) -> Mapping[str, Minimum]:
@@ -62,6 +66,9 @@ class EmbeddedQueue(RolloutSource):
 
     def health(self) -> str | None:
         return self._queue.health()
+
+    def numbers(self) -> dict[str, Any]:
+        return together(self._rows.numbers())
 
 
 class ExternalAPI(RolloutSource):

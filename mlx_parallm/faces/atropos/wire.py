@@ -12,9 +12,9 @@ was extended. Only the label counts: a token is trained on if its label says so 
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
-Seven optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
-[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), each sequence's experts
-(`SentExperts`), and `episodes` [G]:
+Eight optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `row`, the
+sender's name of what the group was asked, `turn_rewards` [G][turns of the sequence], a part of the
+score (`Rollout.turn_rewards`), each sequence's experts (`SentExperts`), and `episodes` [G]:
 sequences with the same number are the segments of one episode, oldest first, with that episode's
 score, which then counts once in the group (`Rollout.earlier`). Fields that would
 change the training and have no counterpart here are refused (`sft`, messages with sound or video).
@@ -28,9 +28,9 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import NonNegativeInt, ValidationError, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, ValidationError, field_validator
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.prompt_images import ImageReader
@@ -55,15 +55,26 @@ _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
 FEWEST_CERTAIN = 8  # sampled tokens of a group: fewer may all be certain
 MAX_TEMPERATURE = 1e6  # also against integers that no float holds
-_KEPT_AS_METADATA = ("generation_params", "env_id")
+_KEPT_AS_METADATA = ("generation_params", "env_id", "row")
 _IGNORED = ("ref_logprobs",)
 
 
 Numbers = ListOf[ListOf[float]]
+LONGEST_NAME = 256
+
+
+def whole(name: str) -> str:
+    # half a character (a lone surrogate) is a ValueError, so a 422; it can be neither kept nor
+    # answered
+    name.encode()
+    return name
+
+
+RowName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidator(whole)]
 
 
 class ScoredData(SentImages, SentExperts):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and six optional
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and eight optional
     fields of ours."""
 
     scores: ListOf[float | None]
@@ -78,6 +89,7 @@ class ScoredData(SentImages, SentExperts):
     distill_logprobs: Optional[Numbers] = None
     group_id: str | None = None
     environment: str | None = None
+    row: RowName | None = None
     policy_versions: Optional[ListOf[int]] = None
     episodes: Optional[int] = None
     turn_rewards: Optional[ListOf[float]] = None
@@ -99,6 +111,7 @@ class ScoredData(SentImages, SentExperts):
 OUR_FIELDS = (
     "group_id",
     "environment",
+    "row",
     "policy_versions",
     "episodes",
     "turn_rewards",
