@@ -329,7 +329,7 @@ def test_the_openapi_document_shows_every_route_and_the_groups_fields(client):
     }
     assert paths == {
         "", "register-env", "disconnect-env", "wandb_info", "info", "status", "status-env",
-        "scored_data", "scored_data_list", "latest_example", "reset_data",
+        "scored_data", "scored_data_list", "latest_example", "reset_data", "next-rows",
     }  # fmt: skip
     body = document["paths"]["/atropos/scored_data"]["post"]["requestBody"]
     assert "inference_logprobs" in body["content"]["application/json"]["schema"]["properties"]

@@ -4,7 +4,7 @@ pass_rates.py estimates what a group of each row is expected to teach, log.py ke
 rewards, order.py gives an environment its draws, sent.py those whose rows are elsewhere.
 
     draw(index)      one draw of every 1 / floor goes through all rows in turn; each other one takes
-                     a row in proportion to the square of `PassRates.teaches`, of those that no
+                     a row in proportion to a power of `PassRates.teaches`, of those that no
                      group plays now
     finished(index)  the group's rewards change the estimate
 
@@ -41,8 +41,9 @@ BLOCK = 1024
 of all, for a million rows at two thousand numbers."""
 
 SHARPNESS = 4
-"""Power of the chance in a row's weight: one that is half as likely to teach is drawn a quarter as
-often. In proportion to the chance itself, many poor rows together get most of the groups."""
+"""Power of the chance in a row's weight: one that is half as likely to teach is drawn a sixteenth
+as often. In proportion to the chance itself, or its square, many poor rows together get most of the
+groups: of 3,000 rows, of which few were seen, half of all (`scripts/bench/row_draws.py`)."""
 
 
 class Weights:

@@ -260,9 +260,9 @@ def test_rows_that_teach_are_drawn_and_the_others_seldom():
         player.start()
         drawn[rates[player.rows[number]]] += number >= 500
         player.finish()
-    assert drawn[0.5] > 550  # of 1000; one row in five
+    assert drawn[0.5] > 650  # of 1000; one row in five
     assert drawn[0.0] > 50 and drawn[1.0] > 20  # and never none
-    assert player.draws.kinds().learnable >= 18
+    assert player.draws.kinds().learnable >= 15
 
 
 def test_a_row_is_not_drawn_while_it_is_played_and_others_are_there():
