@@ -3,7 +3,7 @@ its own.
 
     LayerGroup     adapted layers that read one array (q, k, v; gate, up): one product with all A
     AdapterStack   which adapter has which entry of the arrays
-    RowPlaces           the entry of each row of a forward
+    RowPlaces      the entry of each row of a forward
 
 Entry 0 is zero, for rows without an adapter. An adapter that changes, or comes, overwrites one
 entry. The arrays grow by half, and what no row has used for a while is free.
