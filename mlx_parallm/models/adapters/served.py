@@ -73,8 +73,8 @@ class LoraContext:
         self._last: tuple[mx.array, str] | None = None  # the last of those that were seen
         self._reduced: _Reduced | None = None
         self._turn = 0
-        # [batch] uint32 of 0, where rows are multiplied one by one
-        self._all_first: mx.array | None = None
+        # [batch] uint32 of 0, where several rows are multiplied one by one
+        self.all_first: mx.array | None = None
 
     def activate(self, slots: Sequence[AdapterSlot | None]) -> None:
         """The adapter of each row of the next forward."""
@@ -87,9 +87,9 @@ class LoraContext:
         self.pairs, self.masked = {}, None
         if len(distinct) == 1:
             self.pairs = distinct[0].weights.layers
-            if self._all_first is None or self._all_first.shape[0] != self.batch:
+            if self.all_first is None or self.all_first.shape[0] != self.batch:
                 alone = self.batch > 1 and multiplies_rows_alone()
-                self._all_first = mx.zeros((self.batch,), dtype=mx.uint32) if alone else None
+                self.all_first = mx.zeros((self.batch,), dtype=mx.uint32) if alone else None
             if None in slots:
                 self.masked = mx.array([slot is not None for slot in slots])
         if len(distinct) > 1 or self.masked is not None:
@@ -120,16 +120,12 @@ class LoraContext:
             self._reduced = None  # it would keep x
         return reduced.update_of(path)
 
-    def reduced(self, x: mx.array, a: mx.array) -> mx.array:
-        """xA of the one adapter: x [B, ..., in], a [in, r]."""
-        if (
-            self._all_first is None
-            or x.ndim != 3
-            or x.shape[:2] != (self.batch, 1)
-            or x.dtype != a.dtype
-        ):
+    def row_by_row(self, x: mx.array, a: mx.array) -> mx.array:
+        """xA of the one adapter, row by row where that is a decode step's: x [B, ..., in], a [in,
+        r]."""
+        if x.ndim != 3 or x.shape[:2] != (self.batch, 1) or x.dtype != a.dtype:
             return x @ a
-        return mx.gather_mm(x, a[None], rhs_indices=self._all_first)
+        return mx.gather_mm(x, a[None], rhs_indices=self.all_first)
 
     def rows_of(self, indices: mx.array, *, sorted_indices: bool) -> mx.array:
         """Each pair of a token and an expert's row of the batch, in the shape of `indices`, which
@@ -192,7 +188,9 @@ class ServedLinear(_Served):
             return updated.reshape(y.shape).astype(y.dtype)
         if (pair := context.pairs.get(path)) is None:
             return y
-        updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, pair.scale)
+        alone = context.all_first is None
+        reduced = x @ pair.a if alone else context.row_by_row(x, pair.a)
+        updated = mx.addmm(y, reduced, pair.b, pair.scale)
         if pair.gain is not None:
             updated = scaled(updated, pair.gain, linear)
         return updated.astype(y.dtype)

@@ -143,7 +143,7 @@ class AdapterStack:
     def __init__(self) -> None:
         self.groups: dict[str, LayerGroup] = {}
         self._entries: dict[AdapterSlot, _Entry] = {}
-        self._capacity = 0
+        self._capacity = 1  # entries that the arrays have, of which the first is zero
         self._experts = False
         self._known = 0  # layers of which it was known what they read
 
@@ -156,7 +156,7 @@ class AdapterStack:
 
     def clear(self) -> None:
         """Drop all entries."""
-        self.groups, self._entries, self._capacity, self._experts = {}, {}, 0, False
+        self.groups, self._entries, self._capacity, self._experts = {}, {}, 1, False
 
     def hold(
         self,
