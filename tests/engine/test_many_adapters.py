@@ -5,16 +5,19 @@ The twin of an adapter is a plain mlx-lm tree with scale · (AB)ᵀ added to its
 """
 
 import copy
+import re
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_parallm.engine.decoding.forward import ForwardContext
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
-from mlx_parallm.models.adapters.stack import STACK_LIFETIME
+from mlx_parallm.models.adapters.stack import STACK_LIFETIME, Entries
 from mlx_parallm.models.lora import linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
 from tests.active_memory import active_memory
@@ -375,9 +378,23 @@ def test_layers_share_the_product_of_the_array_that_they_were_given_together() -
     assert context.stack.groups[names[2]].paths == tuple(names)
 
 
-def test_twenty_adapters_in_one_batch_answer_as_each_alone() -> None:
+def noted(patch: pytest.MonkeyPatch, log: list[str], kind: type, name: str) -> None:
+    """Note the calls of a method."""
+    called = getattr(kind, name)
+    patch.setattr(
+        kind, name, lambda self, *args, **kw: (log.append(name), called(self, *args, **kw))[1]
+    )
+
+
+def test_twenty_adapters_in_one_batch_answer_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks, kinds and layers differ; rows come and go; one is trained meanwhile, and the name of
-    one goes to another of a higher rank."""
+    one goes to another of a higher rank. An entry is written before the step's first forward."""
+    log: list[str] = []
+    noted(monkeypatch, log, Entries, "write")
+    noted(monkeypatch, log, ForwardContext, "_run")
+    noted(monkeypatch, log, Engine, "step")
     served = serve(qwen3_model(), policy="policy", max_rows=14, prefix_cache_bytes=0)
     engine, weights = served.engine, served.weights
 
@@ -412,6 +429,9 @@ def test_twenty_adapters_in_one_batch_answer_as_each_alone() -> None:
     asked.append(greedy("late", [9, 8, 7], "a1", tokens=9))
     engine.add(asked[-1])
     outputs = {event.request_id: event.output for event in events} | collect(engine)
+    steps = " ".join(log).split("step")
+    assert sum("write" in step for step in steps) > 3
+    assert not [step for step in steps if re.search("_run.*write", step)]
     adapters |= {"late": layers(60, 9)}
     splits = []
     for each in asked:

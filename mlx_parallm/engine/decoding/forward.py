@@ -102,6 +102,10 @@ class ForwardContext:
             new = self._reader.prepare(pieces, view.base_serial)
         mx.eval(new)
 
+    def expect(self, adapters: SequenceOf[AdapterSlot | None]) -> None:
+        """Name the adapters of all forwards that are built before the next evaluation."""
+        self._lora.expect(adapters)
+
     def activate(self, adapters: SequenceOf[AdapterSlot | None]) -> None:
         """Name the adapter of each row of a forward that is not made here."""
         self._lora.activate(adapters)

@@ -76,13 +76,20 @@ class LoraContext:
         # [batch] uint32 of 0, where several rows are multiplied one by one
         self.all_first: mx.array | None = None
 
+    def expect(self, slots: Sequence[AdapterSlot | None]) -> None:
+        """Bring up to date what several forwards will read that are built before one is evaluated:
+        a later write would copy the arrays that an earlier one reads."""
+        distinct = _distinct(slots)
+        if len(distinct) > 1:
+            self.stack.hold(distinct, self._turn, self.leaders, experts=True)
+
     def activate(self, slots: Sequence[AdapterSlot | None]) -> None:
         """The adapter of each row of the next forward."""
         self._turn += 1
         self.batch = len(slots)
         self.stack.forget(self._turn)
         self._last, self._reduced = None, None
-        distinct = list(dict.fromkeys(slot for slot in slots if slot is not None))
+        distinct = _distinct(slots)
         self.idle = not distinct and self._turn > 1
         self.pairs, self.masked = {}, None
         if len(distinct) == 1:
@@ -141,6 +148,10 @@ class LoraContext:
         self.stack.clear()
         self.pairs, self.masked, self.rows = {}, None, None
         self._last, self._reduced = None, None
+
+
+def _distinct(slots: Sequence[AdapterSlot | None]) -> list[AdapterSlot]:
+    return list(dict.fromkeys(slot for slot in slots if slot is not None))
 
 
 class _Served(nn.Module):
