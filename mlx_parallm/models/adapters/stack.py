@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 
-STACK_LIFETIME = 64  # forwards after which an entry that no row has used is free
+STACK_LIFETIME = 256  # forwards after which an entry that no row has used is free
 SPARSE = 4  # a stack of more than so many times the entries in use is made anew
 
 Parts = list[mx.array]
