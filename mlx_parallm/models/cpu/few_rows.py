@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from mlx_parallm.config.server import cache_directory
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.system.blas import blas_status, is_reproducible
 from mlx_parallm.system.device.traits import on_cpu
 from mlx_parallm.system.files import write_atomically
@@ -121,8 +121,9 @@ def use_few_rows(model: nn.Module) -> FewRows:
     """Let the kernel do what it does faster than the BLAS, for the whole process, by trials on the
     first model that has weights for it.
 
-    They take some 0.2 s; the first time on a machine the compiler's second more. Raises ValueError:
-    VARIABLE says something else than "off".
+    They take some 0.2 s; the first time on a machine the compiler's second more.
+
+    Raises ConfigError: VARIABLE says something else than "off".
     """
     with _lock:
         if _chosen:
@@ -163,7 +164,7 @@ def _not_here() -> str:
     """Return why the kernel is no question in this process, or ""."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", OFF):
-        raise ValueError(f"{VARIABLE}={wanted}: it may be {OFF!r}, or unset")
+        raise ConfigError(f"{VARIABLE}={wanted}: it may be {OFF!r}, or unset")
     if not on_cpu():
         return "MLX does not compute on a CPU"
     if wanted == OFF:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu import few_rows
 from mlx_parallm.models.cpu.few_rows import FewRows, Kernel, probe, use_few_rows
 from mlx_parallm.system import blas
@@ -259,7 +260,7 @@ def test_it_is_off_with_a_reason(
 
 def test_the_variable_may_say_off_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(few_rows.VARIABLE, "no")
-    with pytest.raises(ValueError, match="MLX_PARALLM_FEW_ROWS=no: it may be 'off'"):
+    with pytest.raises(ConfigError, match="MLX_PARALLM_FEW_ROWS=no: it may be 'off'"):
         use_few_rows(Model())
 
 
