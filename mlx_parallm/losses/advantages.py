@@ -8,9 +8,9 @@ A new kind: its line here, and its name in `ADVANTAGES` of config/algorithm.py (
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -299,10 +299,13 @@ def over_batch(
     The std is of a sample. These are TRL's scale_rewards = "batch" and the last step of its
     multi_objective_aggregation = "normalize_then_sum" (GDPO, arXiv:2601.05242, eq. 6). Groups whose
     advantages an environment brings keep them, and their rewards do not count; nor does a rollout
-    that is left out get any.
+    that is left out get any. Where turns have their own advantages, a rollout counts with the
+    rewards to go of its turns.
 
     Worked: groups [1, 0] and [4, 1] have the mean 1.5 and the std 1.732051 → std_batch [0.288658,
-    -0.288658], [0.865976, -0.865976]; batch [-0.288658, -0.865976], [1.443292, -0.288658].
+    -0.288658], [0.865976, -0.865976]; batch [-0.288658, -0.865976], [1.443292, -0.288658]. Turns to go [3, 2]
+    and [1, 1] beside the group [1, 0]: the std of 3, 2, 1, 1, 1, 0 is 1.032796 → std_batch
+    [0.968152, 0.484076] and [-0.968152, -0.484076], ±0.484076.
     """
     kind = shaping.over_batch
     if kind is None:
@@ -312,7 +315,7 @@ def over_batch(
         reward
         for group, is_compared in zip(groups, compared, strict=True)
         if is_compared
-        for reward in shaping.rewards(group.scored)
+        for reward in _compared_numbers(group, shaping)
     ]
     unit = max(1.0, max(map(abs, rewards), default=0.0) / LARGEST_SUMMED)
     mean = math.fsum(reward / unit for reward in rewards) / max(len(rewards), 1)
@@ -392,18 +395,30 @@ def turn_advantages(
     return tuple(map(tuple, rows)) if varied else None
 
 
-def _turn_rows(
-    group: RolloutGroup, estimate: Estimator, shaping: Shaping, silent: Sequence[bool]
-) -> tuple[tuple[float, ...], ...] | None:
+def _compared_numbers(group: RolloutGroup, shaping: Shaping) -> Iterable[float]:
+    """The rewards of the scored rollouts, or the rewards to go of their turns."""
+    if shaping.credits_turns(group):
+        return chain.from_iterable(_returns(group, shaping))
+    return shaping.rewards(group.scored)
+
+
+def _returns(group: RolloutGroup, shaping: Shaping) -> list[tuple[float, ...]]:
+    """The rewards to go of the turns of each scored rollout."""
     gamma = shaping.turn_gamma
     assert gamma is not None
     returns = []
-    # the others are not compared, and get no advantage
     for rollout, reward in zip(group.scored, shaping.rewards(group.scored), strict=True):
         *before, last = rollout.turn_rewards
         rest = reward - math.fsum(rollout.turn_rewards)
         returns.append(turn_returns([*before, last + rest], gamma))
-    advantages = turn_advantages(returns, estimate)
+    return returns
+
+
+def _turn_rows(
+    group: RolloutGroup, estimate: Estimator, shaping: Shaping, silent: Sequence[bool]
+) -> tuple[tuple[float, ...], ...] | None:
+    # the others are not compared, and get no advantage
+    advantages = turn_advantages(_returns(group, shaping), estimate)
     if advantages is None:
         return None
     of_scored = iter(advantages)

@@ -100,6 +100,13 @@ def nothing(score: float | None) -> float:
     return TurnScores([0.0] * len(score.turns)) if isinstance(score, TurnScores) else 0.0
 
 
+def lowest(score: float) -> float:
+    """Return a score, or the lowest of its turns."""
+    return min(score.turns, default=0.0) if isinstance(score, TurnScores) else score
+
+
+UNWANTED = "where its condition does not hold it counts as 0, which would be more"
+
 Score = float | str | None
 """None: the function does not apply; UNSCORED: nothing may score this trajectory."""
 
@@ -222,6 +229,11 @@ class RewardFunctions:
             raise ConfigError(
                 f"reward_conditions: {name} is its own condition: name another reward"
             )
+        if self.weights[name] < 0:
+            raise ConfigError(
+                f"reward_conditions: {name} has the weight {self.weights[name]:g}: {UNWANTED};"
+                " reward what is good, with a weight above 0"
+            )
         return condition
 
     @classmethod
@@ -341,7 +353,14 @@ class RewardFunctions:
         return reward
 
     def _counted(self, parts: Parts) -> Parts:
-        """Return the scores with 0 in the place of those whose condition does not hold."""
+        """Return the scores with 0 in the place of those whose condition does not hold. Raises
+        RolloutRejectedError: a score that has a condition is below 0."""
+        for name in self._conditions:
+            if (score := parts.get(name)) is not None and lowest(score) < 0:
+                raise RolloutRejectedError(
+                    f"{name} = {lowest(score):g} has a condition ({self._conditions[name]}):"
+                    f" {UNWANTED}; let it score 0 or more"
+                )
         void = {
             name
             for name, condition in self._conditions.items()

@@ -124,6 +124,17 @@ async def test_a_reward_counts_only_where_its_condition_holds(functions):
     assert [each["reward"] > 0 for each in got] == [True, False]
 
 
+@pytest.mark.parametrize("score", ["-0.5", "[0.5, -0.5]"])
+async def test_a_penalty_with_a_condition_is_refused(functions, score):
+    """Who misses the condition would be spared it."""
+    source = TWO + f"def fine(completions): return [{score} for _ in completions]\n"
+    made = functions(source, "right", "fine", conditions={"fine": "right >= 1"})
+    with pytest.raises(RolloutRejectedError, match=r"fine = -0.5 .*right >= 1.*let it score 0"):
+        await scores(made, "4", "5")
+    with pytest.raises(ConfigError, match="short has the weight -1.*weight above 0"):
+        functions(*(TWO, "right", "short"), weights=(1.0, -1.0), conditions={"short": "right >= 1"})
+
+
 @pytest.mark.parametrize(
     ("conditions", "message"),
     [

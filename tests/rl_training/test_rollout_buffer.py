@@ -701,9 +701,13 @@ def test_a_stored_group_that_would_overflow_is_dropped_with_the_reason(
     assert batch.statistics.reward_mean == 0.5
 
 
-def test_turns_have_advantages_of_their_own(store: RolloutStore) -> None:
+@pytest.mark.parametrize(("over_batch", "share"), [(None, 1.0), ("std_batch", 0.968152)])
+def test_turns_have_advantages_of_their_own(
+    store: RolloutStore, over_batch: Any, share: float
+) -> None:
     """Two turns in two segments, to go [3, 2] and [1, 1]: above the means 1 and 0.5. A group
-    without rewards of its turns is counted."""
+    without rewards of its turns is counted. Over the step they are divided by 1.032796 + 1e-4, the
+    std of 3, 2, 1, 1 and of the other group's rewards 1, 0."""
     first = make_rollout((7,), prompt=(4,), reward=0.0)
     later = make_rollout(reward=3.0, earlier=(first,), turn_rewards=(1.0, 2.0))
     other = make_rollout(reward=1.0, turn_rewards=(0.0, 1.0), turn_lengths=(1, 1))
@@ -711,17 +715,37 @@ def test_turns_have_advantages_of_their_own(store: RolloutStore) -> None:
     store.add(make_group("episode", [1, 0]), source="http")
     estimate = partial(group_advantages, kind="mean")
     buffer = make_buffer(
-        store, rollout_batch_size=4, estimate=estimate, shaping=replace(PLAIN, turn_gamma=1.0)
+        store,
+        rollout_batch_size=4,
+        estimate=estimate,
+        shaping=replace(PLAIN, turn_gamma=1.0, over_batch=over_batch),
     )
     batch = buffer.collect(1, timeout_s=0)
+    expected = [(1,) * 2, (0.5,) * 5, (-1, -1, -1, -1, -0.5), (0.5,) * 5, (-0.5,) * 5]
     assert [sequence.advantages for sequence in batch.sequences] == [
-        pytest.approx((1,) * 2),
-        pytest.approx((0.5,) * 5),
-        pytest.approx((-1, -1, -1, -1, -0.5)),
-        pytest.approx((0.5,) * 5),
-        pytest.approx((-0.5,) * 5),
+        pytest.approx([share * value for value in row], abs=1e-6) for row in expected
     ]
     assert batch.statistics.sequences_with_episode_credit == 2
+
+
+def test_turns_of_equal_episodes_are_divided_by_their_own_spread(store: RolloutStore) -> None:
+    """To go [1, 0] and [1, 1]: the second turns are ±0.5, and the std of 1, 0, 1, 1 is 0.5. That
+    of the episodes' rewards, 1 and 1, is 0, by which they came out as ±5000."""
+    early = make_rollout(reward=1.0, turn_rewards=(1.0, 0.0), turn_lengths=(1, 1))
+    late = make_rollout(reward=1.0, turn_rewards=(0.0, 1.0), turn_lengths=(1, 1))
+    store.add(group_of("turns", early, late), source="http")
+    buffer = make_buffer(
+        store,
+        rollout_batch_size=2,
+        estimate=partial(group_advantages, kind="mean"),
+        shaping=replace(PLAIN, turn_gamma=1.0, over_batch="std_batch"),
+    )
+    batch = buffer.collect(1, timeout_s=0)
+    found = [sequence.advantages for sequence in batch.sequences]
+    assert found == [
+        pytest.approx((0, 0, 0, 0, -0.9998), abs=1e-6),
+        pytest.approx((0, 0, 0, 0, 0.9998), abs=1e-6),
+    ]
 
 
 @pytest.mark.parametrize(
