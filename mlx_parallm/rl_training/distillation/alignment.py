@@ -9,8 +9,9 @@ Worked: "hello!" as hel·lo·! and hell·o!: the ends are 3, 5, 6 and 4, 6, so a
 As he·llo·! it shares the end 5 with hello·!, and has two spans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from mlx_parallm.models.tokenizer import Tokenizer
 
 Edit = tuple[int, int, str, bool]
 """Bytes [start, end) of a text, what stands in their place, and whether that may be compared."""
+
+ANCHOR = 16
+"""Bytes of a stretch of text that is the same on both sides, if it is there once."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +109,77 @@ def edited(data: bytes, edits: Sequence[Edit]) -> tuple[str, np.ndarray, np.ndar
 
 
 def placed(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> Placed:
-    """Return where the tokens that a tokenizer made of a text are in it. What a normaliser has left
-    out or changed is not sound."""
-    reader = tokenizer.text_reader(text)
+    """Return where the tokens that a tokenizer made of a text are in it.
+
+    Its beginning and its end are read as they stand, and between them, where a normaliser has left
+    out or changed a character, stretches of ANCHOR bytes and more that are there once on both
+    sides. What lies between stretches is not sound: a character that is looked for nearby may be
+    another one.
+    """
+    data, reader = text.encode(errors="replace"), tokenizer.text_reader(text)
     ends: list[int | None] = []
-    sound: list[bool] = []
     for token in ids:
-        piece, before = reader.bytes_of(token), reader.place
+        if not data.startswith(reader.bytes_of(token), reader.place):
+            break
         reader.add(token)
-        missing = bool(piece) and reader.place == before
-        ends.append(None if missing else reader.place)
-        sound.append(reader.place == before + len(piece))
+        ends.append(reader.place)
+    if len(ends) == len(ids):
+        return Placed(tuple(ends), (True,) * len(ids))
+    while ends and (_inside(data, ends[-1]) or ends[-1] == (0, *ends)[-2]):
+        ends.pop()
+    number, place = len(ends), ends[-1] if ends else 0
+    sound = [True] * number + [False] * (len(ids) - number)
+    ends += [None] * (len(ids) - number)
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    for stretch in _stretches(pieces, data, number, place or 0):
+        at = stretch.place
+        if stretch.first > number:
+            ends[stretch.first - 1] = at
+        for token in range(stretch.first, stretch.last):
+            # behind text that no token has
+            sound[token] = token > number or at == place
+            at += len(pieces[token])
+            ends[token] = at
+        number, place = stretch.last, at
     return Placed(tuple(ends), tuple(sound))
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Tokens [first, last) that are in the text as they stand, from a place on."""
+
+    first: int
+    last: int
+    place: int
+
+
+def _stretches(pieces: Sequence[bytes], data: bytes, number: int, place: int) -> Iterator[_Stretch]:
+    """Yield those behind the tokens that are read, `number` of them up to `place`; the last one ends
+    where the text does."""
+    last, end = len(pieces), len(data)
+    while last > number and pieces[last - 1] and data.endswith(pieces[last - 1], place, end):
+        last, end = last - 1, end - len(pieces[last - 1])
+    while last < len(pieces) and _inside(data, end):
+        last, end = last + 1, end + len(pieces[last])
+    joined, starts = b"".join(pieces[number:last]), [0, *accumulate(map(len, pieces[number:last]))]
+    first = number
+    while first < last:
+        window = joined[starts[first - number] :][:ANCHOR]
+        at = data.find(window, place, end)
+        once = at == data.rfind(window, place, end) and joined.find(window) == joined.rfind(window)
+        behind, stop = first, at
+        while behind < last and pieces[behind] and data.startswith(pieces[behind], stop, end):
+            behind, stop = behind + 1, stop + len(pieces[behind])
+        while behind > first and _inside(data, stop):
+            behind, stop = behind - 1, stop - len(pieces[behind - 1])
+        if len(window) < ANCHOR or at < 0 or not once or _inside(data, at) or behind == first:
+            first += 1
+            continue
+        yield _Stretch(first, behind, at)
+        first, place = behind, stop
+    yield _Stretch(last, len(pieces), end)
+
+
+def _inside(data: bytes, place: int | None) -> bool:
+    """True: a character goes on here."""
+    return place is not None and place < len(data) and data[place] & 0xC0 == 0x80

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -152,6 +153,71 @@ def test_spans_are_the_same_bytes_and_the_smallest(family: Callable[[str], Path]
             assert b"".join(their_pieces[slice(*span.theirs)]).strip() == mine.strip()
         shared = set(ends) & set(found.ends)
         assert {ends[span.ours[1] - 1] for span in spans} == shared
+
+
+CHANGED = [
+    "a",
+    "b",
+    "ß",
+    " ",
+    "  ",
+    ".",
+    "ab",
+    "你",
+    "\n",
+    "é",
+    "e\u0301",
+    "\u212b",
+    "▁",
+    "\u1100\u1161",
+]
+
+
+@pytest.mark.parametrize("name", ["nfc", "llama2", "gemma", "metaspace never"])
+def test_a_changed_character_takes_no_other_tokens_place(
+    family: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """Against the tokenizer's own offsets: a normaliser composes characters, or reads ▁ as a space, and
+    the same characters come again. Looked for nearby, they were taken for each other."""
+    path = family("gpt2" if name == "nfc" else name)
+    if name == "nfc":
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        file = tmp_path / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}))
+        path = tmp_path
+    rust, theirs = Rust.from_file(str(path / "tokenizer.json")), tokenizer_of(path)
+    ours, rng, scored = tokenizer_of(family("llama3")), random.Random(1), 0
+    for _ in range(CASES):
+        text = "".join(rng.choices(CHANGED, k=rng.randint(2, 20)))
+        read = rust.encode(text, add_special_tokens=False)
+        pieces = token_bytes(ours, ours.encode_within(text), opens_text=False)
+        cuts = np.cumsum([0, *map(len, pieces)]).tolist()
+        mine = Placed(tuple(cuts[1:]), (True,) * len(pieces))
+        places = [len(text[:end].encode()) for end in range(len(text) + 1)]
+        for span in common_spans(mine, placed(theirs, read.ids, text)):
+            first, last = cuts[span.ours[0]], cuts[span.ours[1]]
+            for number in range(*span.theirs):
+                start, end = (places[each] for each in read.offsets[number])
+                alone = theirs.token_bytes(read.ids[number]) == b" "  # put before the text
+                assert start < last, (text, span)
+                assert end > first or (alone and end == first), (text, span)
+            scored += 1
+    assert scored > CASES
+
+
+def test_what_lies_between_two_changed_characters_is_read(
+    family: Callable[[str], Path],
+) -> None:
+    """If it is there once and has 16 bytes."""
+    theirs, ours = tokenizer_of(family("llama2")), tokenizer_of(family("llama3"))
+    sentence = "a whole sentence stands between them"
+    for between, kept in ((sentence, sentence), ("ab ab ", ""), (2 * sentence, 2 * sentence)):
+        text = f"begins▁{between}▁ends"
+        pieces = token_bytes(ours, ours.encode_within(text), opens_text=False)
+        mine = Placed(tuple(np.cumsum([*map(len, pieces)]).tolist()), (True,) * len(pieces))
+        spans = common_spans(mine, placed(theirs, theirs.encode_within(text), text))
+        read = b"".join(piece for span in spans for piece in pieces[slice(*span.ours)])
+        assert read.decode() == f"begins{kept}ends"
 
 
 @pytest.mark.parametrize(
