@@ -303,9 +303,9 @@ def over_batch(
     rewards to go of its turns.
 
     Worked: groups [1, 0] and [4, 1] have the mean 1.5 and the std 1.732051 → std_batch [0.288658,
-    -0.288658], [0.865976, -0.865976]; batch [-0.288658, -0.865976], [1.443292, -0.288658]. Turns to go [3, 2]
-    and [1, 1] beside the group [1, 0]: the std of 3, 2, 1, 1, 1, 0 is 1.032796 → std_batch
-    [0.968152, 0.484076] and [-0.968152, -0.484076], ±0.484076.
+    -0.288658], [0.865976, -0.865976]; batch [-0.288658, -0.865976], [1.443292, -0.288658].
+    Turns to go [3, 2] and [1, 1] beside the group [1, 0]: the std of 3, 2, 1, 1, 1, 0 is 1.032796 →
+    std_batch [0.968152, 0.484076] and [-0.968152, -0.484076], ±0.484076.
     """
     kind = shaping.over_batch
     if kind is None:

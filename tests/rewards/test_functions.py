@@ -131,7 +131,7 @@ async def test_a_penalty_with_a_condition_is_refused(functions, score):
     made = functions(source, "right", "fine", conditions={"fine": "right >= 1"})
     with pytest.raises(RolloutRejectedError, match=r"fine = -0.5 .*right >= 1.*let it score 0"):
         await scores(made, "4", "5")
-    with pytest.raises(ConfigError, match="short has the weight -1.*weight above 0"):
+    with pytest.raises(ConfigError, match=r"short has the weight -1.*weight above 0"):
         functions(*(TWO, "right", "short"), weights=(1.0, -1.0), conditions={"short": "right >= 1"})
 
 

@@ -154,8 +154,8 @@ class _Stretch:
 
 
 def _stretches(pieces: Sequence[bytes], data: bytes, number: int, place: int) -> Iterator[_Stretch]:
-    """Yield those behind the tokens that are read, `number` of them up to `place`; the last one ends
-    where the text does."""
+    """Yield those behind the tokens that are read, `number` of them up to `place`; the last one
+    ends where the text does."""
     last, end = len(pieces), len(data)
     while last > number and pieces[last - 1] and data.endswith(pieces[last - 1], place, end):
         last, end = last - 1, end - len(pieces[last - 1])

@@ -211,7 +211,7 @@ def test_what_lies_between_two_changed_characters_is_read(
     """If it is there once and has 16 bytes."""
     theirs, ours = tokenizer_of(family("llama2")), tokenizer_of(family("llama3"))
     sentence = "a whole sentence stands between them"
-    for between, kept in ((sentence, sentence), ("ab ab ", ""), (2 * sentence, 2 * sentence)):
+    for between, kept in ((sentence, sentence), ("ab ab ", "")):
         text = f"begins▁{between}▁ends"
         pieces = token_bytes(ours, ours.encode_within(text), opens_text=False)
         mine = Placed(tuple(np.cumsum([*map(len, pieces)]).tolist()), (True,) * len(pieces))
