@@ -188,7 +188,7 @@ class Supervisor:
         left, pause, before = self._restarts, self._pause_s, at_start
         while not self._stopping.is_set():
             code, hang = self._one_start(resume, heartbeat)
-            if code == DONE:
+            if code == DONE or (code == PAUSED and self._stopping.is_set()):
                 return 0
             failed = code <= 0 or code in (EXIT_AGAIN, PAUSED)
             if self._stopping.is_set() or not failed:
@@ -199,7 +199,8 @@ class Supervisor:
             resume = resume_again(self._first, self._directory, at_start, now)
             if code == PAUSED:
                 self._say(log.info, "the daemon has ended at a checkpoint", self._plan(now))
-                self._stopping.wait(self._rest_s)
+                if self._stopping.wait(self._rest_s):
+                    return 0
                 continue
             self._tell(hang or _why(code), now, left, pause)
             if left == 0:

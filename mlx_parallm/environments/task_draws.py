@@ -1,5 +1,5 @@
 """TaskDraws: what draws the task of each training group, for a source that asks them in no order of
-its own. `EnvironmentQueue` asks it; `curriculum/` has those that there are."""
+its own. `EnvironmentQueue` asks it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -198,14 +198,18 @@ def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> Non
     assert starts(tmp_path) == [first, first, f"{first} --resume {tmp_path}/run"]
 
 
-def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path) -> None:
-    parent = start(tmp_path, "waits SIGKILL", "done", restarts=5)
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("SIGKILL", 128 + signal.SIGKILL), ("80", 0)],  # 80: at a checkpoint, for a rest
+)
+def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path, end: str, code: int) -> None:
+    parent = start(tmp_path, f"waits {end}", "done", restarts=5)
     for number, count in ((signal.SIGTERM, 0), (signal.SIGINT, 1)):
         wait_for(tmp_path / "got" if count else tmp_path / "ready")
         parent.send_signal(number)
     _, said = parent.communicate(timeout=30)
     assert (tmp_path / "got").read_text().split() == ["SIGTERM", "SIGINT"]
-    assert parent.returncode == 128 + signal.SIGKILL, said
+    assert parent.returncode == code, said
     assert len(starts(tmp_path)) == 1, (
         "a death after a request to stop is not a reason to start again"
     )

@@ -8,12 +8,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from mlx_parallm.config.environment import AdaptiveConfig
-from mlx_parallm.environments.curriculum.sent import MOST_ROWS, SentDraws
+from mlx_parallm.environments.curriculum.sent import MOST_IN_FLIGHT, MOST_ROWS, SentDraws
 from mlx_parallm.errors import CheckpointError, RefusedError
 from mlx_parallm.faces.atropos.queue import AtroposQueue
 from mlx_parallm.faces.atropos.wire import RowName
-
-MOST_GROUPS = 1024
 
 
 def _differ(names: list[str] | None) -> list[str] | None:
@@ -31,7 +29,7 @@ class RowsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     env_id: NonNegativeInt
-    groups: int = Field(1, ge=1, le=MOST_GROUPS)
+    groups: int = Field(1, ge=1, le=MOST_IN_FLIGHT)
     rows: RowNames = None
     levels: RowNames = None
     adaptive: dict[str, Any] = Field(default_factory=dict)
