@@ -2,21 +2,19 @@
 each environment."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from mlx_parallm.config.condition import condition_of
+from mlx_parallm.config.number_fields import NumberFields
 from mlx_parallm.execution.user_code import is_reference
 
 HUB_PREFIX = "hf:"
@@ -25,22 +23,13 @@ PASS_RATE = "pass_rate"
 Method = Literal["absolute", "relative", "gdpo", "pareto"]
 
 
-class Section(BaseModel):
+class Section(NumberFields):
     """A frozen part of the configuration. An unknown key, infinity and NaN are errors, and so is a
     boolean if a number is wanted; a docstring below a key is its description."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name is not None:
-            wanted = set(_types(cls.model_fields[info.field_name].annotation))
-            if wanted & {int, float} and not wanted & {bool, Any}:
-                raise ValueError("a number is wanted, not true or false")
-        return value
 
     def changed(self) -> list[str]:
         """Return the keys that differ from their defaults. (`model_fields_set` names every key
@@ -51,19 +40,6 @@ class Section(BaseModel):
             for name, value in self
             if value != fields[name].get_default(call_default_factory=True)
         ]
-
-
-def _types(annotation: Any) -> Iterator[Any]:
-    """Yield the types that a union or an alternative in it is made of."""
-    if get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from _types(part)
-    elif get_origin(annotation) is Annotated:
-        yield from _types(get_args(annotation)[0])
-    elif get_origin(annotation) is Literal:
-        yield from map(type, get_args(annotation))
-    else:
-        yield annotation
 
 
 class AdaptiveConfig(Section):

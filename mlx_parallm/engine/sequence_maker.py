@@ -124,15 +124,17 @@ class SequenceMaker:
         if not params.has_thinking_budget:
             return None
         reasoning = params.reasoning
+        ids = request.prompt_token_ids
+        thought = tokens_of_thought(tokenizer, ids, tokenizer.eos_token_ids)
         if reasoning is None:
-            thinking = thinking_after(tokenizer, request.prompt_token_ids)
+            thinking = thinking_after(tokenizer, ids)
             if thinking is None:
                 return None
-            reasoning = thinking.reasoning
+            reasoning = thinking.reasoning if thought is None else ("", thinking.markers[1])
         left = params.thinking_token_budget
         assert left is not None
         if not reasoning[0]:
-            left -= tokens_of_thought(tokenizer, request.prompt_token_ids)
+            left -= thought or 0
         end = tuple(tokenizer.encode_within(reasoning[1]))
         return lambda matcher: ThinkingBudget(
             left,

@@ -22,6 +22,7 @@ from mlx_parallm.engine.prefix_disk.opening import open_prefix_disk
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.thinking import ends_thinking
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.loading import LoadedModel
@@ -117,6 +118,9 @@ def start_engine(
         get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
         options = replace(options, prompt_lookup=0)
     engine_tokenizer = tokenizer()
+    if server.reasoning_budgets and not ends_thinking(engine_tokenizer):
+        reason = "this model's reasoning has no marker at its end, so none can be forced"
+        get_logger(__name__).warning("server.reasoning_budgets is off", reason=reason)
     others, chats = divided(options) if chats_first else (options, None)
     off = deterministic or trains_base or EngineCompanions(companions).records_prompts
     disk = _prefix_disk(server, loaded, options.prefix_cache_bytes, off=off)

@@ -1,6 +1,6 @@
 """Tell whether the answer to a prompt may begin with reasoning. No MLX."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,11 @@ class Thinking:
         return ("" if self.opened else self.markers[0], self.markers[1])
 
 
+def ends_thinking(tokenizer: MarkedTokenizer) -> bool:
+    """Return whether the end of the model's reasoning has a marker, so that it can be forced."""
+    return tokenizer.think_markers is not None and bool(tokenizer.think_markers[1])
+
+
 def thinking_after(tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int]) -> Thinking | None:
     """Return whether the answer to a prompt may begin with reasoning. None: the model does not
     think, or the prompt has ended it.
@@ -47,12 +52,20 @@ def thinking_after(tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int]) 
     return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
 
 
-def tokens_of_thought(tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int]) -> int:
-    """Count the prompt's tokens behind its last start of reasoning, which it has not ended (vLLM's
-    `thinking_token_budget` counts them)."""
+def tokens_of_thought(
+    tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int], eos_token_ids: Collection[int]
+) -> int | None:
+    """Count the prompt's tokens behind its last start of reasoning (vLLM's `thinking_token_budget`
+    counts them). None: no reasoning has begun, or it has ended, or the turn in which it stood."""
     assert tokenizer.think_markers is not None
-    start = tuple(tokenizer.encode_within(tokenizer.think_markers[0]))
-    for place in range(len(prompt_token_ids), len(start) - 1, -1):
-        if tuple(prompt_token_ids[place - len(start) : place]) == start:
-            return len(prompt_token_ids) - place
-    return 0
+    start, end = (tuple(tokenizer.encode_within(marker)) for marker in tokenizer.think_markers)
+    last = {*start[-1:], *end[-1:], *eos_token_ids}
+    for stop in range(len(prompt_token_ids), 0, -1):
+        if prompt_token_ids[stop - 1] not in last:
+            continue
+        if start and tuple(prompt_token_ids[max(stop - len(start), 0) : stop]) == start:
+            return len(prompt_token_ids) - stop
+        ended = end and tuple(prompt_token_ids[max(stop - len(end), 0) : stop]) == end
+        if ended or prompt_token_ids[stop - 1] in eos_token_ids:
+            return None
+    return None

@@ -31,6 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     do_sample: bool  # [True]; False = greedy, whatever the temperature
     num_return_sequences: int | None  # [1]; answers to each prompt, side by side in the result
     stop: str | Sequence[str] | None  # [()]; the text ends before them
+    thinking_token_budget: int | None  # [any]; longest reasoning, in tokens: then its end is forced
     seed: int | None  # [random]; prompt number i > 0 derives its own from it and i
     return_logprobs: bool
     return_logits: bool
@@ -44,13 +45,14 @@ _SAMPLING = (
     "top_k",
     "num_return_sequences",
     "stop",
+    "thinking_token_budget",
     "seed",
 )
 
 
 def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are set, by SamplingParams' names. Raises TypeError: there is no
-    such option."""
+    such option; RequestError: a boolean where a number is wanted."""
     if unknown := sorted(
         options.keys() - GenerateOptions.__annotations__.keys() - {"max_new_tokens"}
     ):
@@ -58,6 +60,9 @@ def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
     params = {
         _NAMES.get(key, key): options[key] for key in _SAMPLING if options.get(key) is not None
     }
+    if switches := [key for key in _SAMPLING if isinstance(options.get(key), bool)]:
+        reason = f"{switches[0]}: a number is wanted, not True or False"
+        raise RequestError(reason, param=switches[0])
     if "stop" in params:
         params["stop"] = (
             (params["stop"],) if isinstance(params["stop"], str) else tuple(params["stop"])

@@ -2,15 +2,18 @@
 usage, and a schema behind the forced end."""
 
 import json
+from types import SimpleNamespace
 
 import anthropic
 import httpx
 import openai
 import pytest
 
-from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.engine import starting
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from tests.conftest import TINY, running_tiny_engine
 from tests.server.scripted_answers import tokenizer_with
@@ -45,12 +48,15 @@ def tokens(make_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def server(make_tokenizer):
+def engine(make_tokenizer):
+    with running_tiny_engine(600, make_tokenizer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(engine, make_tokenizer):
     config = ServerConfig(reasoning_budgets={"low": BUDGET})
-    with (
-        running_tiny_engine(600, make_tokenizer) as engine,
-        running_server(engine.client, make_tokenizer(), config=config) as running,
-    ):
+    with running_server(engine.client, make_tokenizer(), config=config) as running:
         yield running
 
 
@@ -143,6 +149,9 @@ def test_responses_effort_and_messages_budget(server, tokens, never):
             extra_body={"return_token_ids": True, "seed": 1, **never},
         )
     assert message.token_ids.index(end) == BUDGET
+    assert message.usage.output_tokens_details.thinking_tokens == BUDGET + 1
+    assert low.usage.output_tokens_details.reasoning_tokens == BUDGET + 1
+    assert low.reasoning.effort == "low"
     assert [block.type for block in message.content] == ["thinking", "text"]
 
 
@@ -162,6 +171,71 @@ def test_the_token_routes_have_it_and_mark_what_was_forced(server, tokens, never
         json={"model": "default", "prompt": prompt, "return_token_ids": True, **sampling},
     ).json()
     assert text["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+def test_python_asks_for_it_here_and_over_http(engine, server, tokens):
+    end = tokens.encode_within("</think>")[0]
+    asked = {"seed": 1, "thinking_token_budget": 3}
+    with (
+        InferenceModule.over(engine.client, tokens) as here,
+        InferenceModule(
+            "default", backend="openai", base_url=f"{server.url}/v1", api_key="k"
+        ) as remote,
+    ):
+        for module in (here, remote):
+            for prompt in (USER, "on<think>"):
+                found = module.generate([prompt], 12, **asked)
+                assert end in found.token_ids[0][:4], (module, prompt)
+            with pytest.raises(RequestError, match="thinking_token_budget: a number is wanted"):
+                module.generate([USER], 4, thinking_token_budget=True)
+
+
+def test_prompts_of_tokens_that_end_inside_the_reasoning(server, tokens, never):
+    """Thoughts that have begun, with words behind the marker; a marker in an earlier turn is
+    none."""
+    end, turn = tokens.encode_within("</think>")[0], [*tokens.eos_token_ids][0]
+    begun = tokens.encode_within("on<think>so far")
+    body = {"model": "default", "return_token_ids": True, "max_tokens": 9, "seed": 1, **never}
+    for prompt, place in ((begun, 2), ([*begun, turn, *tokens.encode_within("on")], None)):
+        spent = len(tokens.encode_within("so far"))
+        body |= {"prompt": prompt, "thinking_token_budget": spent + 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
+        ids = answer["token_ids"]
+        assert (ids.index(end) if end in ids else None) == place
+
+
+def test_true_is_no_number(server):
+    for path, body, field in (
+        ("chat/completions", {"messages": USER, "thinking_token_budget": True}, None),
+        ("chat/completions", {"messages": USER, "max_tokens": True}, None),
+        ("completions", {"prompt": [5, True]}, "prompt"),
+        ("completions", {"prompt": [[5], [False]]}, "prompt"),
+        ("completions", {"prompt": "a", "stop_token_ids": [True]}, "stop_token_ids"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
+        ("completions", {"prompt": "a", "temperature": False}, "temperature"),
+        ("responses", {"input": "on", "max_output_tokens": True}, "max_output_tokens"),
+    ):
+        answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "default", **body})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and "not true or false" in error["message"], error
+        assert (field or [*body][-1]) in error["message"]
+    body = {
+        "max_tokens": 9,
+        "messages": USER,
+        "thinking": {"type": "enabled", "budget_tokens": True},
+    }
+    assert httpx.post(f"{server.url}/v1/messages", json=body).status_code == 400
+    with pytest.raises(ConfigError, match=r"reasoning_budgets.*not true or false"):
+        parse_config({"server": {"reasoning_budgets": {"low": True}}})
+
+
+def test_budgets_that_no_model_can_keep_are_said_at_start(monkeypatch, tokens):
+    said = []
+    log = SimpleNamespace(warning=lambda event, **values: said.append(event))
+    monkeypatch.setattr(starting, "get_logger", lambda name: log)
+    config = Config(server=ServerConfig(reasoning_budgets={"low": 3}))
+    with InferenceModule("builtin:tiny", config=config):
+        assert said == ["server.reasoning_budgets is off"]
 
 
 def test_a_model_that_does_not_reason(server_of_tiny):

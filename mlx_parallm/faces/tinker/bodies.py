@@ -10,8 +10,9 @@ is kept by its size (`Metadata`).
 import reprlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from mlx_parallm.config.number_fields import NumberFields
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.companions import RefusedFields
 from mlx_parallm.server.protocol.fields import ListOf, ShortText, TokenId
@@ -48,7 +49,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._=+@,:-]{0,127}$")
 Seconds = Annotated[int, Field(gt=0, le=10 * 366 * 86_400)]  # ten years
 
 
-class TinkerBody(BaseModel):
+class TinkerBody(NumberFields):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     type: Word | None = None
 
@@ -216,7 +217,7 @@ class RetrieveManyBody(TinkerBody):
     target: FuturesTarget
     prev_cursor: Number = 0
     timeout: float | None = Field(None, allow_inf_nan=False)
-    retrieved_request_ids: ListOf[Word] = []
+    retrieved_request_ids: ListOf[Word] = Field(default_factory=list)
 
 
 class CancelBody(TinkerBody):

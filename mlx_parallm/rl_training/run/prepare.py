@@ -12,6 +12,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.thinking import ends_thinking
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.schedule import evaluation_sources
@@ -143,7 +144,7 @@ class PreparedRun:
         """Raises ConfigError: an environment bounds reasoning whose end has no marker."""
         entries = (*self.config.environments, *self.config.evaluation.environments)
         bounded = [each.name for each in entries if each.thinking_token_budget is not None]
-        if bounded and not (self.serving.tokenizer().think_markers or ("", ""))[1]:
+        if bounded and not ends_thinking(self.serving.tokenizer()):
             raise ConfigError(
                 f"environments: {bounded[0]}: thinking_token_budget: this model's reasoning has no"
                 " markers, so none can be forced: leave it out"

@@ -17,7 +17,7 @@ from mlx_parallm.execution.answer_grammar import (
     tool_format,
 )
 from mlx_parallm.execution.prompt_images import carried_by
-from mlx_parallm.execution.thinking import Thinking, thinking_after
+from mlx_parallm.execution.thinking import Thinking, ends_thinking, thinking_after
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     AnswerForm,
@@ -84,7 +84,7 @@ async def answer_chat(
     params = body.with_defaults(context.sampling_defaults).to_params()
     skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
     budget = params.thinking_token_budget
-    if budget is None and body.reasoning_effort and context.tokenizer.think_markers is not None:
+    if budget is None and body.reasoning_effort and ends_thinking(context.tokenizer):
         budget = context.deps.config.reasoning_budgets.get(body.reasoning_effort)
     params = replace(
         params,

@@ -186,9 +186,12 @@ def _object(arguments: str) -> dict[str, Any]:
 def _usage(chat: Mapping[str, Any]) -> dict[str, Any]:
     """`input_tokens` are those that no cache held."""
     cached = (chat.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    reasoning = (chat.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    details = {"output_tokens_details": {"thinking_tokens": reasoning}}
     return {
         "input_tokens": chat.get("prompt_tokens", 0) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": chat.get("completion_tokens", 0),
+        **({} if reasoning is None else details),
     }

@@ -103,7 +103,7 @@ class CountTokensBody(Body):
 
     def to_chat(self, *, shown: Shown = (), thinks: bool = True) -> ChatBody:
         """Return the chat. `shown`: what the model reads beside text. `thinks`: its reasoning
-        can have a budget, which a model without reasoning keeps. Raises RequestError, which names
+        can have a budget, which a model whose reasoning has no end to force keeps. Raises RequestError, which names
         this body's field."""
         fields = self.chat_fields(shown)
         if thinks and self.thinking is not None and self.thinking.budget_tokens is not None:

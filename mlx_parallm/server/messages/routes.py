@@ -7,6 +7,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.thinking import ends_thinking
 from mlx_parallm.server.api.chat import answer_chat
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import encode_conversation, resolve_model
@@ -40,4 +41,4 @@ async def count_tokens(body: CountTokensBody, context: Context) -> Response:
 
 
 def _chat_of(body: CountTokensBody, context: ServerContext) -> ChatBody:
-    return body.to_chat(shown=context.shown, thinks=context.tokenizer.think_markers is not None)
+    return body.to_chat(shown=context.shown, thinks=ends_thinking(context.tokenizer))

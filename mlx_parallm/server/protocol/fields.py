@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from mlx_parallm.config.accepted import Accepted
+from mlx_parallm.config.number_fields import NumberFields
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
@@ -78,7 +79,7 @@ Key = TypeVar("Key")
 ObjectOf = Annotated[dict[Key, Item], WrapValidator(give_up_early)]
 
 
-class Body(BaseModel):
+class Body(NumberFields):
     """A JSON object in which an explicit null is the same as absence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,50 @@
+"""Refuse a boolean where a number is wanted; pydantic takes `true` for 1."""
+
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationInfo, field_validator
+
+
+class NumberFields(BaseModel):
+    """A model whose numbers are none of `true` and `false`, in lists and objects too."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name is not None and _has_switch(
+            value, cls.model_fields[info.field_name].annotation
+        ):
+            raise ValueError("a number is wanted, not true or false")
+        return value
+
+
+def _has_switch(value: Any, annotation: Any) -> bool:
+    """Whether a boolean stands where `annotation` wants a number, and not a boolean."""
+    wanted = [*_types(annotation)]
+    if isinstance(value, bool):
+        return bool({int, float} & {*wanted}) and not {bool, Any} & {*wanted}
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    kind, items = (dict, value.values()) if isinstance(value, dict) else (list, value)
+    # the last argument is the items' type
+    inside = [get_args(each)[-1] for each in wanted if get_origin(each) is kind]
+    kinds = set(map(type, items)) if inside else set()  # of a million numbers none is looked at
+    each = Union[tuple(inside)] if inside else Any  # noqa: UP007 - of types that are found here
+    if bool in kinds and _has_switch(True, each):
+        return True
+    return bool({dict, list} & kinds) and any(_has_switch(item, each) for item in items)
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a union or an alternative in it is made of."""
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _types(part)
+    elif get_origin(annotation) is Annotated:
+        yield from _types(get_args(annotation)[0])
+    elif get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    else:
+        yield annotation
