@@ -193,7 +193,7 @@ def test_python_asks_for_it_here_and_over_http(engine, server, tokens):
 def test_prompts_of_tokens_that_end_inside_the_reasoning(server, tokens, never):
     """Thoughts that have begun, with words behind the marker; a marker in an earlier turn is
     none."""
-    end, turn = tokens.encode_within("</think>")[0], [*tokens.eos_token_ids][0]
+    end, turn = tokens.encode_within("</think>")[0], next(iter(tokens.eos_token_ids))
     begun = tokens.encode_within("on<think>so far")
     body = {"model": "default", "return_token_ids": True, "max_tokens": 9, "seed": 1, **never}
     for prompt, place in ((begun, 2), ([*begun, turn, *tokens.encode_within("on")], None)):

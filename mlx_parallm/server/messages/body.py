@@ -102,9 +102,9 @@ class CountTokensBody(Body):
         return self
 
     def to_chat(self, *, shown: Shown = (), thinks: bool = True) -> ChatBody:
-        """Return the chat. `shown`: what the model reads beside text. `thinks`: its reasoning
-        can have a budget, which a model whose reasoning has no end to force keeps. Raises RequestError, which names
-        this body's field."""
+        """Return the chat. `shown`: what the model reads beside text. `thinks`: the end of its
+        reasoning can be forced; without that a budget holds by itself. Raises RequestError, which
+        names this body's field."""
         fields = self.chat_fields(shown)
         if thinks and self.thinking is not None and self.thinking.budget_tokens is not None:
             fields.setdefault("thinking_token_budget", self.thinking.budget_tokens)
