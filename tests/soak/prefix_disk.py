@@ -101,7 +101,11 @@ class Servers:
         config = Path(model) / "config.json"
         self.vocabulary = json.loads(config.read_text())["vocab_size"] if config.exists() else 280
         self.plain = Server(folder / "plain", "server.prefix_cache_bytes=0", command=self._command)
-        self.cached = self._start()
+        try:
+            self.cached = self._start()
+        except BaseException:
+            self.plain.end()
+            raise
 
     def _start(self) -> Server:
         disk = self._folder / "prefixes"

@@ -44,7 +44,8 @@ def open_prefix_disk(server: ServerConfig, loaded: LoadedModel, max_bytes: int) 
 def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:
     """Return a hash of what keys and values depend on beside texts and adapters: the weights'
     files (names, sizes, times of change), numbers from each array as it was loaded, the
-    configuration, the packages that compute them, and how keys and values are held."""
+    configuration, the packages and the kind of device that compute them, and how keys and values
+    are held."""
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(_files(loaded.path))
@@ -52,7 +53,8 @@ def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:
     ]
     config = json.dumps(loaded.config, sort_keys=True, default=str)
     packages = [version(name) for name in COMPUTED_BY]
-    settings = repr((FORMAT, packages, files, config, kv_bits)).encode()
+    device = str(mx.default_device().type)
+    settings = repr((FORMAT, packages, device, files, config, kv_bits)).encode()
     return hashed(settings, *_samples(loaded.model))
 
 

@@ -600,6 +600,28 @@ def test_processes_that_share_a_directory_and_are_killed_leave_only_whole_files(
     assert files.bytes <= 44 << 20 and len(names) >= 20
 
 
+LIMITED = """
+    import resource, signal, sys
+    from pathlib import Path
+    import numpy as np
+    from mlx_parallm.engine.prefix_disk.files import BlockFiles
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    files = BlockFiles(Path(sys.argv[1]), 1 << 20)
+    assert files.write("ab11", {"0.float32": np.zeros(8, np.float32)})
+    assert not files.write("ab12", {"0.float32": np.zeros(1 << 14, np.float32)})
+    assert files.refused == 1 and not files.takes("ab13")
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_the_system_cuts_off_is_refused_and_leaves_nothing(tmp_path):
+    """A limit of the process, as a full disk: found while the file is written."""
+    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "File too large" in ended.stdout + ended.stderr, ended
+    assert [path.stem for path in files_of(tmp_path)] == ["ab11"]
+
+
 def test_what_killed_processes_left_half_written_goes(tmp_path):
     files = BlockFiles(tmp_path, 1 << 20)
     files.write("ab12", {"0.float32": np.zeros(3, np.float32)})
@@ -627,7 +649,10 @@ def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path,
     changed.append(model_name(loaded, None))
     monkeypatch.setattr(opening_module, "version", lambda package: f"another {package}")
     changed.append(model_name(loaded, None))
-    assert len({name, *changed}) == 7
+    gpu = SimpleNamespace(type="gpu")
+    monkeypatch.setattr(opening_module.mx, "default_device", lambda: gpu)
+    changed.append(model_name(loaded, None))
+    assert len({name, *changed}) == 8
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):
