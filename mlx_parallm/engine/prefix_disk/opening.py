@@ -17,6 +17,7 @@ from mlx_parallm.engine.prefix_disk.files import BlockFiles, hashed
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.mlx_lm_api import ArraysCache, make_prompt_cache
+from mlx_parallm.system.device.traits import kind_of_numbers
 
 FORMAT = 2
 """Of the files, and of how keys and values are computed: another number leaves the old files to be
@@ -53,8 +54,7 @@ def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:
     ]
     config = json.dumps(loaded.config, sort_keys=True, default=str)
     packages = [version(name) for name in COMPUTED_BY]
-    device = str(mx.default_device().type)
-    settings = repr((FORMAT, packages, device, files, config, kv_bits)).encode()
+    settings = repr((FORMAT, packages, kind_of_numbers(), files, config, kv_bits)).encode()
     return hashed(settings, *_samples(loaded.model))
 
 

@@ -27,6 +27,11 @@ def is_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def kind_of_numbers() -> str:
+    """Name the kind of device: another kind computes other last bits."""
+    return "cpu" if is_cpu() else "gpu"
+
+
 def gpu_like() -> bool:
     """True when a CPU is asked to go a GPU's way. Raises ValueError: the variable says something
     else."""
