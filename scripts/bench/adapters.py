@@ -10,7 +10,7 @@ drawn, written, and loaded over HTTP. Greedy answers to prompts of 16 tokens.
     exactness  the ids of the largest batch against those of each request alone
     loads      streams, quiet and then while adapters are loaded and unloaded without pause: tokens a
                second, and the longest time between two tokens of a stream
-    memory     the process's, by adapter: loaded, and with all of them in one batch
+    memory     the process's, by adapter: loaded, and after all of them were in one batch
 """
 
 import argparse
@@ -202,6 +202,7 @@ async def measure(arguments: argparse.Namespace, model: str, folder: Path) -> No
     settings = (
         f"server.batch_size={most + 1}",
         f"server.max_loaded_adapters={most + 1}",
+        "server.prefix_cache_bytes=0",
     )
     server = Server(folder, *settings, command=command)
     limits = httpx.Limits(max_connections=most + STREAMS + 2)
@@ -212,12 +213,13 @@ async def measure(arguments: argparse.Namespace, model: str, folder: Path) -> No
             memory = [bench.held]
             took = [await bench.load(f"a{number}", number) for number in range(most)]
             memory.append(bench.held)
+            await bench.answers([f"a{number}" for number in range(most)], drawn(most, draw))
+            memory.append(bench.held)
             print(f"\n## {model}, rank {arguments.rank}, {arguments.tokens} tokens\n")
             print("| rows | tok/s, an adapter each | one adapter | base | each / one | each / base"
                   " | one / base |\n|---|---|---|---|---|---|---|")  # fmt: skip
             for count in arguments.adapters:
                 print(await speed(bench, count, arguments.rounds, draw), flush=True)
-            memory.append(bench.held)
             print("\n" + await exactness(bench, most, draw), flush=True)
             quiet, busy = [
                 await loads(bench, most, arguments.seconds, draw, busy=busy)
