@@ -107,6 +107,7 @@ def test_the_command_shows_this_machine() -> None:
         "float32 512x512",
         "float32 2048x2048",
         "GFLOP/s",
+        "products of few rows",
         "memory",
         "mlx-lm",
         "transformers",
