@@ -180,7 +180,7 @@ class PrefixDisk:
         """Remove every file, before anything else is read; what waits to be written is not kept.
         Returns at once."""
         self._cleared += 1
-        self._reader.do(self.files.clear)
+        self._reader.do(self._clear)
 
     def settle(self) -> None:
         """Wait until all that was given is written, or removed."""
@@ -192,6 +192,13 @@ class PrefixDisk:
         self._closed.set()
         for worker in (self._reader, self._writer):
             worker.end()
+
+    def _clear(self) -> None:
+        self._busy_since = time.monotonic()  # who waits for the reader waits for this
+        try:
+            self.files.clear()
+        finally:
+            self._busy_since = None
 
     def _read(self, reading: PrefixReading) -> None:
         began = self._busy_since = time.monotonic()

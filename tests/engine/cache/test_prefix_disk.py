@@ -401,6 +401,19 @@ def test_a_disk_that_hangs_keeps_no_request_and_no_end(tmp_path, monkeypatch):
     assert not disk.hangs and served.engine.on_disk.hit_tokens == 0
 
 
+def test_a_folder_that_takes_long_to_clear_keeps_no_request(tmp_path, monkeypatch):
+    served = started(tmp_path)
+    disk, clearing, cleared = served.engine.on_disk.arrivals.disk, Event(), Event()
+    monkeypatch.setattr(disk.files, "clear", lambda: (clearing.set(), cleared.wait()))
+    monkeypatch.setattr(disk_module, "PATIENCE_S", 0.0)
+    served.engine.reset_prefix_cache()
+    clearing.wait()
+    assert run(served.engine, [request("a", PROMPT, max_tokens=1)])["a"].completions
+    cleared.set()
+    disk.settle()
+    assert not disk.hangs
+
+
 def test_what_cannot_be_read_is_counted_and_what_is_no_file_is_replaced(tmp_path, monkeypatch):
     """A file of another user, and a link in a block's place."""
     wanted = answer(started(tmp_path), PROMPT).token_ids
