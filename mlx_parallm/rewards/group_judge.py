@@ -5,6 +5,9 @@ rubric.
                  → a question for each criterion and order → `judge_models.JudgeModel`
                  → `judge_replies.read` → `judge_rubrics.Rubric.total` → scores, reasons, metrics
 
+With `expected_score` each answer is asked for alone, and `judge_digits` reads its score from the
+probabilities of one token.
+
 Comparing is easier for a judge than scoring one answer alone, and a group needs no more than its
 order: this is ART's RULER (art.openpipe.ai/fundamentals/ruler). Explicit and implicit aggregation
 of a rubric's criteria are those of Rubrics as Rewards (arXiv:2507.17746, section 3). An answer that
@@ -25,6 +28,8 @@ from itertools import combinations
 from typing import Any, Unpack
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.user_code import is_reference
+from mlx_parallm.rewards import judge_digits
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge_models import (
     JudgeInference,
@@ -37,7 +42,7 @@ from mlx_parallm.rewards.judge_models import (
     report_problems,
 )
 from mlx_parallm.rewards.judge_pages import Group, group_of, question_of
-from mlx_parallm.rewards.judge_replies import AnswerVerdict, read
+from mlx_parallm.rewards.judge_replies import AnswerVerdict, Found, read
 from mlx_parallm.rewards.judge_rubrics import RUBRIC, Aggregation, Rubric, rubric_of
 from mlx_parallm.rewards.part_tools import Completions, to_binary
 from mlx_parallm.system.log import get_logger
@@ -58,7 +63,8 @@ def group_judge(
     rubric: str | Sequence[str | Mapping[str, Any]] | None = None,
     rubric_column: str | None = None,
     aggregation: Aggregation = "implicit",
-    both_orders: float = 0.1,
+    both_orders: float | None = None,
+    expected_score: bool = False,
     structured: bool = True,
     reason_length: int = 240,
     max_tokens: int | None = None,
@@ -77,7 +83,10 @@ def group_judge(
         aggregation: "implicit", one request with all criteria; "explicit", one for each, and the
             weighted mean of the scores.
         both_orders: share of the groups that are judged twice, the second time in the reverse
-            order; the score is the mean.
+            order; the score is the mean. Default: 0.1.
+        expected_score: judge each answer alone, by the probabilities of the digits 0 to 9 as its
+            next token: the mean over them, without a reason. For a judge that is too weak to write
+            scores.
         structured: hold the reply to a JSON schema; false for a server that cannot.
         reason_length: characters of the reason for each answer.
         max_tokens: of a reply; default: room for the reasons.
@@ -91,6 +100,13 @@ def group_judge(
     Raises ConfigError: options that contradict each other, a rubric that says nothing, a key file
     that cannot be read.
     """
+    if expected_score and (both_orders or max_tokens or is_reference(model["judge"])):
+        raise ConfigError(
+            "expected_score: each answer is judged alone, by the probabilities of one token: unset"
+            " both_orders and max_tokens, and choose a judge that is no function"
+        )
+    if both_orders is None:
+        both_orders = 0.0 if expected_score else 0.1
     if not 0 <= both_orders <= 1:
         raise ConfigError(f"both_orders = {both_orders}: a share of the groups, 0 to 1")
     if reason_length < 1:
@@ -109,6 +125,7 @@ def group_judge(
         rubric_column,
         aggregation,
         both_orders,
+        expected_score,
         structured,
         reason_length,
         max_tokens,
@@ -125,6 +142,7 @@ class GroupJudgeOptions:
     rubric_column: str | None
     aggregation: Aggregation
     both_orders: float
+    expected_score: bool
     structured: bool
     reason_length: int
     max_tokens: int | None
@@ -134,9 +152,8 @@ class GroupJudgeOptions:
 @dataclass(frozen=True)
 class JudgeRequest:
     """One request of a group. `order`: the answers by their numbers, as they were shown;
-    `verdicts`: by the answers' own numbers."""
+    `verdicts`: in that order."""
 
-    criterion: int
     order: Sequence[int]
     reply: JudgeReply
     verdicts: Sequence[AnswerVerdict]
@@ -178,12 +195,12 @@ class GroupJudge:
             return []
         rubric = self._rubric(columns)
         group = group_of(prompts[0], completions, trajectories)
-        requests = await self._judged(group, rubric)
+        rounds = await asyncio.gather(
+            *(self._round(group, rubric, shown) for shown in self._shown_together(group))
+        )
+        requests = [request for of_round, _ in rounds for request in of_round]
         report_problems([one.reply.problem for one in requests], self._name)
-        orders = [
-            rubric.total([one.verdicts for one in requests if list(one.order) == list(order)])
-            for order in dict.fromkeys(tuple(one.order) for one in requests)
-        ]
+        orders = [verdicts for _, verdicts in rounds]
         verdicts = [_merged(each) for each in zip(*orders, strict=True)]
         if all(verdict.score is None for verdict in verdicts):
             raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
@@ -208,50 +225,62 @@ class GroupJudge:
             raise RolloutRejectedError(f"{self._name}: {column}: {error}") from error
         return rubric if settings.aggregation == "explicit" else rubric.at_once()
 
-    async def _judged(self, group: Group, rubric: Rubric) -> list[JudgeRequest]:
-        """Ask for each criterion, in one random order or in this and its reverse."""
+    def _shown_together(self, group: Group) -> list[list[list[int]]]:
+        """Return the answers of each request, by their numbers, once or in two rounds: each alone,
+        or all in one random order and in its reverse."""
         settings = self._settings
+        order = list(range(len(group.answers)))
+        if settings.expected_score:
+            return [[[number] for number in order]]
         key = [settings.seed, group.beginning, group.answers]
         rng = random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
-        order = list(range(len(group.answers)))
         rng.shuffle(order)
         twice = len(order) > 1 and rng.random() < settings.both_orders
-        calls = [
-            self._ask(group, number, text, each)
-            for each in ([order, order[::-1]] if twice else [order])
-            for number, text in enumerate(rubric.questions)
-        ]
-        return list(await asyncio.gather(*calls))
+        return [[order], [order[::-1]]] if twice else [[order]]
 
-    async def _ask(
-        self, group: Group, number: int, rubric: str, order: Sequence[int]
-    ) -> JudgeRequest:
-        settings, size = self._settings, len(order)
-        shown = [group.answers[place] for place in order]
-        limit = settings.reason_length
-        messages, schema = question_of(group.beginning, shown, rubric, limit)
-        question = Question(
-            messages,
-            settings.max_tokens or size * (limit + ROOM) + ROOM,
-            schema if settings.structured else None,
-        )
-        key = hashlib.sha256(json.dumps([self._model.name, messages]).encode()).hexdigest()
+    async def _round(
+        self, group: Group, rubric: Rubric, shown: Sequence[Sequence[int]]
+    ) -> tuple[list[JudgeRequest], list[AnswerVerdict]]:
+        """Ask for each criterion. Return the requests and the verdict on each answer."""
+        calls = [self._ask(group, text, order) for text in rubric.questions for order in shown]
+        requests = list(await asyncio.gather(*calls))
+        by_question = [requests[n : n + len(shown)] for n in range(0, len(requests), len(shown))]
+        return requests, rubric.total([_in_place(each) for each in by_question])
+
+    async def _ask(self, group: Group, rubric: str, order: Sequence[int]) -> JudgeRequest:
+        question = self._question(group, rubric, order)
+        key = hashlib.sha256(json.dumps([self._model.name, question.messages]).encode()).hexdigest()
         if (kept := self._memory.get(key)) is not None:
             self._memory.move_to_end(key)
-            return JudgeRequest(number, order, JudgeReply(""), _in_place(kept, order), True, True)
+            return JudgeRequest(order, JudgeReply(""), kept, True, True)
         reply = await self._model.ask(question)
         if reply.text is None:
             missing = AnswerVerdict(None, f"no reply: {reply.problem}")
-            return JudgeRequest(number, order, reply, [missing] * size, False, False)
-        reply_read = read(reply.text, size, limit)
-        if reply_read.unknown:
-            log.warning("the judge scored answers that there are not", names=reply_read.unknown)
-        if reply_read.complete:
-            self._memory[key] = tuple(reply_read.verdicts)
+            return JudgeRequest(order, reply, [missing] * len(order), False, False)
+        found = self._read(reply, len(order))
+        if found.unknown:
+            log.warning("the judge scored answers that there are not", names=found.unknown)
+        if found.complete:
+            self._memory[key] = tuple(found.verdicts)
             if len(self._memory) > REMEMBERED:
                 self._memory.popitem(last=False)
-        verdicts = _in_place(reply_read.verdicts, order)
-        return JudgeRequest(number, order, reply, verdicts, reply_read.readable, False)
+        return JudgeRequest(order, reply, found.verdicts, found.readable, False)
+
+    def _question(self, group: Group, rubric: str, order: Sequence[int]) -> Question:
+        settings, limit = self._settings, self._settings.reason_length
+        shown = [group.answers[number] for number in order]
+        if settings.expected_score:
+            messages = judge_digits.question_of(group.beginning, shown[0], rubric)
+            return Question(messages, 1, alternatives=judge_digits.ALTERNATIVES)
+        messages, schema = question_of(group.beginning, shown, rubric, limit)
+        room = settings.max_tokens or len(order) * (limit + ROOM) + ROOM
+        return Question(messages, room, schema if settings.structured else None)
+
+    def _read(self, reply: JudgeReply, size: int) -> Found:
+        if not self._settings.expected_score:
+            return read(reply.text or "", size, self._settings.reason_length)
+        verdict = judge_digits.expected_score(reply.likely)
+        return Found([verdict], verdict.score is not None)
 
 
 def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
@@ -269,9 +298,10 @@ def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _in_place(verdicts: Sequence[AnswerVerdict], order: Sequence[int]) -> list[AnswerVerdict]:
-    """Return verdicts by the answers' own numbers, of those in the order shown."""
-    return [verdicts[order.index(number)] for number in range(len(order))]
+def _in_place(requests: Sequence[JudgeRequest]) -> list[AnswerVerdict]:
+    """Return the verdicts of a criterion's requests by the answers' own numbers."""
+    pairs = [pair for one in requests for pair in zip(one.order, one.verdicts, strict=True)]
+    return [verdict for _, verdict in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def _merged(verdicts: Sequence[AnswerVerdict]) -> AnswerVerdict:

@@ -75,22 +75,25 @@ class JudgeInference(Protocol):
 @dataclass(frozen=True, slots=True)
 class Question:
     """`schema`: the JSON schema that the reply follows, if the judge can be held to one. None: it
-    is free text."""
+    is free text. `alternatives`: likeliest first tokens that are wanted with the reply."""
 
     messages: Messages
     max_tokens: int
     schema: Mapping[str, Any] | None = None
+    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """The judge's reply and its cost. `text` None: none came, because of `problem`."""
+    """The judge's reply and its cost. `text` None: none came, because of `problem`. `likely`: the
+    likeliest first tokens and their log-probabilities, if they were wanted and are known."""
 
     text: str | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     problem: Exception | None = None
     seconds: float = 0.0
+    likely: Sequence[tuple[str, float]] | None = None
 
 
 class JudgeModel(ABC):
@@ -224,6 +227,8 @@ class EndpointJudge(JudgeModel):
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop) or self._clients.setdefault(loop, self._make())
         body = {**self._body, "max_tokens": question.max_tokens, "messages": question.messages}
+        if question.alternatives:
+            body |= {"logprobs": True, "top_logprobs": question.alternatives}
         try:
             reply = await self._post(client, body, question.schema)
         except EndpointError as error:
@@ -231,13 +236,15 @@ class EndpointJudge(JudgeModel):
                 return JudgeReply(None, problem=error)
             raise
         try:
-            text = _text(reply["choices"][0]["message"]["content"])
+            choice = reply["choices"][0]
+            text = _text(choice["message"]["content"])
         except (LookupError, TypeError) as error:
             raise RolloutRejectedError(
                 f"judge: this is not a chat completion: {str(reply)[:200]}"
             ) from error
         used = reply.get("usage")
-        return JudgeReply(text, _count(used, "prompt_tokens"), _count(used, "completion_tokens"))
+        prompt, completion = _count(used, "prompt_tokens"), _count(used, "completion_tokens")
+        return JudgeReply(text, prompt, completion, likely=_likely(choice))
 
     async def _post(
         self, client: OpenAIEndpoint, body: Mapping[str, Any], schema: Mapping[str, Any] | None
@@ -298,6 +305,15 @@ def _text(content: Any) -> str:
     return content or ""
 
 
+def _likely(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
+    """Return the likeliest first tokens of a chat's choice; None: it does not have them."""
+    try:
+        tops = choice["logprobs"]["content"][0]["top_logprobs"]
+        return [(str(top["token"]), float(top["logprob"])) for top in tops]
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
 def _count(used: Any, name: str) -> int:
     """A number of tokens that a server has counted; 0 where it counts none."""
     value = used.get(name) if isinstance(used, Mapping) else None
@@ -341,7 +357,10 @@ class EngineJudge(JudgeModel):
                 f"judge/{uuid.uuid4().hex}",
                 tuple(tokens),
                 SamplingParams(
-                    temperature=0.0, max_tokens=question.max_tokens, structure=structure
+                    temperature=0.0,
+                    max_tokens=question.max_tokens,
+                    structure=structure,
+                    logprobs=question.alternatives or None,
                 ),
                 adapter=adapter,
                 opens_text=True,
@@ -355,7 +374,11 @@ class EngineJudge(JudgeModel):
         [completion] = output.completions
         text = completion.text if completion.finish_reason in ("stop", "length") else None
         problem = None if text is not None else RolloutRejectedError(str(completion.error))
-        return JudgeReply(text, len(tokens), len(completion.token_ids), problem)
+        likely = [
+            (inference.tokenizer.decode([top.token_id]), top.logprob)
+            for top in (completion.top_logprobs or [()])[0]
+        ]
+        return JudgeReply(text, len(tokens), len(completion.token_ids), problem, likely=likely)
 
     async def _adapter(self, inference: JudgeInference) -> str | None:
         """Return the adapter that judges, None for the base. Raises RolloutRejectedError."""

@@ -2,7 +2,7 @@
 
 A server that is not held to a schema writes more than the JSON: words, a code block, its reasoning,
 a draft, the rubric's example. The last object counts, behind the reasoning; objects that follow it
-directly, each with answers of its named, are one. What may be read in two ways has no score.
+directly, each with answers of its own, are one. What may be read in two ways has no score.
 """
 
 import json

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
+from mlx_parallm.rewards import judge_digits
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, load_rewards
 from mlx_parallm.rewards.group_judge import agreement, rank_correlation
@@ -303,7 +304,7 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("form", ["group", "one by one"])
+@pytest.mark.parametrize("form", ["group", "one by one", "digit"])
 async def test_an_answer_cannot_leave_its_frame(judging, form):
     """Whatever an answer says, a judge that reads data as data sees it as one answer's text."""
     rng = random.Random(0)
@@ -325,6 +326,10 @@ async def test_an_answer_cannot_leave_its_frame(judging, form):
             assert sorted(map(str, answers)) == sorted(
                 map(str, [[user("why?")], "good", evil, "poor"])
             )
+        elif form == "digit":
+            [message] = judge_digits.question_of(as_data("why?"), as_data(evil), "Be {good}.")
+            text = message["content"]
+            assert shown([message]) == {"task": "why?", "answer": evil}
         else:
             texts = []
 
@@ -566,6 +571,74 @@ async def test_over_http_it_waits_asks_again_and_is_held_to_the_schema():
     await down.aclose()
 
 
+def test_expected_scores_by_hand():
+    half, tenth = math.log(0.5), math.log(0.1)
+    expected = {
+        (("9", math.log(0.3)), ("0", tenth), ("The", half)): 0.75,
+        (("7", half),): 7 / 9,
+        (("7", tenth), (" 7", tenth), ("\u25817", half), ("1", tenth)): (0.7 * 7 + 0.1) / 0.8 / 9,
+        (("10", half), ("09", half), ("", half), ("3", tenth)): 3 / 9,
+        (("9", 1e-7), ("0", -math.inf), ("5", math.nan)): 1.0,
+        (("The", half), ("Sure", tenth)): "no digit among its likeliest tokens, the first is 'The'",
+        (("5", -math.inf),): "no digit",
+        (): "gives no log-probabilities",
+        None: "gives no log-probabilities",
+    }
+    for likely, wanted in expected.items():
+        verdict = judge_digits.expected_score(likely)
+        if isinstance(wanted, str):
+            assert verdict.score is None and wanted in verdict.reason
+        else:
+            assert verdict.score == pytest.approx(wanted), likely
+    assert "40% of the probability" in judge_digits.expected_score(next(iter(expected))).reason
+
+
+async def test_expected_scores_are_those_of_a_servers_log_probabilities():
+    chances = {"good": {"9": -0.1, "8": -3.0}, "fair": {"9": -0.7, "0": -0.7}, "odd": {"I": -0.1}}
+
+    def reply(path, body):
+        answer = shown(body["messages"])["answer"]
+        tops = [{"token": t, "logprob": p} for t, p in chances[answer].items()]
+        choice = {"message": {"content": "9"}, "logprobs": {"content": [{"top_logprobs": tops}]}}
+        if body["model"] == "silent":
+            choice["logprobs"] = None
+        return 200, {}, {"choices": [choice], "usage": {"completion_tokens": 1}}
+
+    with scripted_http(reply) as (url, seen):
+        judge = PARTS["group_judge"](judge=url, model="weak", expected_score=True, rubric="Good.")
+        judge.metrics, judge.notes = {}, {}
+        good, fair, odd, again = await ask(judge, ["good", "fair", "odd", "good"])
+        assert good == again == pytest.approx((9 * math.exp(2.9) + 8) / (math.exp(2.9) + 1) / 9)
+        assert (fair, odd) == (pytest.approx(0.5), UNSCORED)
+        assert "no digit" in judge.notes["group_judge"][2]["reason"]
+        assert judge.metrics["group_judge/requests"] == 3
+        assert judge.metrics["group_judge/unread"] == pytest.approx(1 / 3)
+        [body] = {json.dumps({**body, "messages": 0}, sort_keys=True) for _, _, body in seen}
+        assert json.loads(body) == {
+            "model": "weak",
+            "temperature": 0.0,
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "messages": 0,
+        }
+        assert await ask(judge, ["good", "fair"]) == [good, fair] and len(seen) == 3, "kept"
+        each = PARTS["group_judge"](
+            judge=url,
+            model="weak",
+            expected_score=True,
+            rubric=CRITERIA[:2],
+            aggregation="explicit",
+        )
+        assert (await each(prompts=["q"], completions=["fair"]))[0] == pytest.approx(0.5)
+        assert len(seen) == 5, "one for each criterion"
+        silent = PARTS["group_judge"](judge=url, model="silent", expected_score=True)
+        with pytest.raises(RolloutRejectedError, match="gives no log-probabilities"):
+            await silent(prompts=["q"], completions=["good"])
+        for one in (judge, each, silent):
+            await one.aclose()
+
+
 CUT = '{"answer_1": {"reason": "the best of all'
 CHAT = {"choices": [{"message": {"content": CUT}, "finish_reason": "length"}]}
 
@@ -625,9 +698,13 @@ async def test_the_base_is_held_to_the_schema_so_every_reply_is_read(tiny_tokeni
             log_metric=metrics.__setitem__,
             log_extra=notes.__setitem__,
         )
+        digits = PARTS["group_judge"](judge="base", expected_score=True, rubric="Sorted.")
+        digits.attach(judge._model.inference)
+        expected = await digits(prompts=["Sort: cab"] * 2, completions=["abc", "bac"])
         with pytest.raises(RolloutRejectedError, match=r"maximum context length is 2048"):
             await judge(prompts=["Sort: cab"] * 2, completions=["abc", "so long " * 500])
-    assert all(0 <= score <= 1 for score in scores)
+    assert all(0 <= score <= 1 for score in [*scores, *expected])
+    assert expected[0] != expected[1], "where it writes the same digit, its probabilities differ"
     assert metrics["group_judge/unread"] == metrics["group_judge/unscored"] == 0
     assert metrics["group_judge/completion_tokens"] > 20
     assert all(len(note["reason"]) <= 12 for note in notes["group_judge"])
@@ -686,6 +763,9 @@ def test_a_second_judge_has_metrics_and_notes_of_its_own():
         ({"both_orders": 2}, "both_orders"),
         ({"both_orders": math.nan}, "both_orders"),
         ({"aggregation": "mean"}, '"implicit" or "explicit"'),
+        ({"expected_score": True, "both_orders": 0.5}, "unset both_orders"),
+        ({"expected_score": True, "max_tokens": 9}, "unset both_orders and max_tokens"),
+        ({"expected_score": True, "judge": "python:a.py:b"}, "a judge that is no function"),
         ({"reason_length": 0}, "reason_length"),
         ({"timeout_s": 0}, "timeout_s = 0"),
         ({"timeout_s": math.nan}, "timeout_s"),
