@@ -109,7 +109,7 @@ def main() -> None:
             )
         )
         groups = [texts[n : n + options.answers] for n in range(0, len(texts), options.answers)]
-        judge = PARTS["group_judge"](**settings)
+        judge: Any = PARTS["group_judge"](**settings)
         judge.attach(
             SimpleNamespace(client=model.client, tokenizer=model.tokenizer, adapter="policy")
         )
