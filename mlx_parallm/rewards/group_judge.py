@@ -5,8 +5,8 @@ rubric.
                  → a question for each criterion and order → `judge_models.JudgeModel`
                  → `judge_replies.read` → `judge_rubrics.Rubric.total` → scores, reasons, metrics
 
-With `expected_score` each answer is asked for alone, and `judge_digits` reads its score from the
-probabilities of one token.
+With `pairwise` it chooses one of two answers at a time, in both orders, and an answer's score is
+the mean probability that it is chosen.
 
 Comparing is easier for a judge than scoring one answer alone, and a group needs no more than its
 order: this is ART's RULER (art.openpipe.ai/fundamentals/ruler). Explicit and implicit aggregation
@@ -23,13 +23,12 @@ import random
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Unpack
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import is_reference
-from mlx_parallm.rewards import judge_digits
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge_models import (
     JudgeInference,
@@ -41,8 +40,14 @@ from mlx_parallm.rewards.judge_models import (
     judge_model,
     report_problems,
 )
-from mlx_parallm.rewards.judge_pages import Group, group_of, question_of
-from mlx_parallm.rewards.judge_replies import AnswerVerdict, Found, read
+from mlx_parallm.rewards.judge_pages import Group, group_of, pair_question_of, question_of
+from mlx_parallm.rewards.judge_replies import (
+    ALTERNATIVES,
+    AnswerVerdict,
+    Found,
+    read,
+    read_choice,
+)
 from mlx_parallm.rewards.judge_rubrics import RUBRIC, Aggregation, Rubric, rubric_of
 from mlx_parallm.rewards.part_tools import Completions, to_binary
 from mlx_parallm.system.log import get_logger
@@ -64,7 +69,7 @@ def group_judge(
     rubric_column: str | None = None,
     aggregation: Aggregation = "implicit",
     both_orders: float | None = None,
-    expected_score: bool = False,
+    pairwise: int = 0,
     structured: bool = True,
     reason_length: int = 240,
     max_tokens: int | None = None,
@@ -84,9 +89,9 @@ def group_judge(
             weighted mean of the scores.
         both_orders: share of the groups that are judged twice, the second time in the reverse
             order; the score is the mean. Default: 0.1.
-        expected_score: judge each answer alone, by the probabilities of the digits 0 to 9 as its
-            next token: the mean over them, without a reason. For a judge that is too weak to write
-            scores.
+        pairwise: how many others each answer is compared with, two at a time, in both orders: its
+            score is the mean probability of the token that chooses it. 0: all are scored at once.
+            For a judge that is too weak to write scores.
         structured: hold the reply to a JSON schema; false for a server that cannot.
         reason_length: characters of the reason for each answer.
         max_tokens: of a reply; default: room for the reasons.
@@ -100,13 +105,15 @@ def group_judge(
     Raises ConfigError: options that contradict each other, a rubric that says nothing, a key file
     that cannot be read.
     """
-    if expected_score and (both_orders or max_tokens or is_reference(model["judge"])):
+    if pairwise < 0:
+        raise ConfigError(f"pairwise = {pairwise}: other answers, 0 or more")
+    if pairwise and (both_orders is not None or max_tokens or is_reference(model["judge"])):
         raise ConfigError(
-            "expected_score: each answer is judged alone, by the probabilities of one token: unset"
-            " both_orders and max_tokens, and choose a judge that is no function"
+            "pairwise: two answers are compared in both orders, by the probabilities of one token:"
+            " unset both_orders and max_tokens, and choose a judge that is no function"
         )
     if both_orders is None:
-        both_orders = 0.0 if expected_score else 0.1
+        both_orders = 1.0 if pairwise else 0.1
     if not 0 <= both_orders <= 1:
         raise ConfigError(f"both_orders = {both_orders}: a share of the groups, 0 to 1")
     if reason_length < 1:
@@ -125,7 +132,7 @@ def group_judge(
         rubric_column,
         aggregation,
         both_orders,
-        expected_score,
+        pairwise,
         structured,
         reason_length,
         max_tokens,
@@ -142,7 +149,7 @@ class GroupJudgeOptions:
     rubric_column: str | None
     aggregation: Aggregation
     both_orders: float
-    expected_score: bool
+    pairwise: int
     structured: bool
     reason_length: int
     max_tokens: int | None
@@ -205,7 +212,7 @@ class GroupJudge:
         if all(verdict.score is None for verdict in verdicts):
             raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
         if log_metric is not None:
-            numbers = _cost(requests) | _behaviour(group, verdicts, orders, requests[0].order)
+            numbers = _cost(requests) | _behaviour(group, verdicts, orders, requests)
             numbers["unscored"] = sum(verdicts[n].score is None for n in group.answer_of)
             for metric, value in numbers.items():
                 log_metric(f"{self._name}/{metric}", value)
@@ -226,17 +233,16 @@ class GroupJudge:
         return rubric if settings.aggregation == "explicit" else rubric.at_once()
 
     def _shown_together(self, group: Group) -> list[list[list[int]]]:
-        """Return the answers of each request, by their numbers, once or in two rounds: each alone,
-        or all in one random order and in its reverse."""
+        """Return the answers of each request, by their numbers, in one random order, or in two
+        rounds: in this and its reverse."""
         settings = self._settings
-        order = list(range(len(group.answers)))
-        if settings.expected_score:
-            return [[[number] for number in order]]
         key = [settings.seed, group.beginning, group.answers]
         rng = random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
+        order = list(range(len(group.answers)))
         rng.shuffle(order)
+        shown = pairs_of(order, settings.pairwise) if settings.pairwise else [order]
         twice = len(order) > 1 and rng.random() < settings.both_orders
-        return [[order], [order[::-1]]] if twice else [[order]]
+        return [shown, [each[::-1] for each in shown]] if twice else [shown]
 
     async def _round(
         self, group: Group, rubric: Rubric, shown: Sequence[Sequence[int]]
@@ -244,8 +250,11 @@ class GroupJudge:
         """Ask for each criterion. Return the requests and the verdict on each answer."""
         calls = [self._ask(group, text, order) for text in rubric.questions for order in shown]
         requests = list(await asyncio.gather(*calls))
-        by_question = [requests[n : n + len(shown)] for n in range(0, len(requests), len(shown))]
-        return requests, rubric.total([_in_place(each) for each in by_question])
+        by_question = [
+            _by_answer(requests[n * len(shown) : (n + 1) * len(shown)], len(group.answers))
+            for n in range(len(rubric.questions))
+        ]
+        return requests, rubric.total(by_question)
 
     async def _ask(self, group: Group, rubric: str, order: Sequence[int]) -> JudgeRequest:
         question = self._question(group, rubric, order)
@@ -257,30 +266,45 @@ class GroupJudge:
         if reply.text is None:
             missing = AnswerVerdict(None, f"no reply: {reply.problem}")
             return JudgeRequest(order, reply, [missing] * len(order), False, False)
-        found = self._read(reply, len(order))
-        if found.unknown:
-            log.warning("the judge scored answers that there are not", names=found.unknown)
-        if found.complete:
-            self._memory[key] = tuple(found.verdicts)
+        result = self._read(reply, len(order))
+        if result.unknown:
+            log.warning("the judge scored answers that there are not", names=result.unknown)
+        if result.complete:
+            self._memory[key] = tuple(result.verdicts)
             if len(self._memory) > REMEMBERED:
                 self._memory.popitem(last=False)
-        return JudgeRequest(order, reply, found.verdicts, found.readable, False)
+        return JudgeRequest(order, reply, result.verdicts, result.readable, False)
 
     def _question(self, group: Group, rubric: str, order: Sequence[int]) -> Question:
         settings, limit = self._settings, self._settings.reason_length
         shown = [group.answers[number] for number in order]
-        if settings.expected_score:
-            messages = judge_digits.question_of(group.beginning, shown[0], rubric)
-            return Question(messages, 1, alternatives=judge_digits.ALTERNATIVES)
+        if settings.pairwise:
+            messages = pair_question_of(group.beginning, shown, rubric)
+            return Question(messages, 1, alternatives=ALTERNATIVES)
         messages, schema = question_of(group.beginning, shown, rubric, limit)
         room = settings.max_tokens or len(order) * (limit + ROOM) + ROOM
         return Question(messages, room, schema if settings.structured else None)
 
     def _read(self, reply: JudgeReply, size: int) -> Found:
-        if not self._settings.expected_score:
-            return read(reply.text or "", size, self._settings.reason_length)
-        verdict = judge_digits.expected_score(reply.likely)
-        return Found([verdict], verdict.score is not None)
+        if self._settings.pairwise:
+            return read_choice(reply.likely)
+        return read(reply.text or "", size, self._settings.reason_length)
+
+
+def pairs_of(order: Sequence[int], others: int) -> list[list[int]]:
+    """Return pairs such that each answer is compared with at least so many others, or with all, and
+    is first as often as it is second where the pairs are not all.
+
+    Worked: 0, 1, 2, 3, 4 and two others: 01, 12, 23, 34, 40.
+    """
+    size = len(order)
+    pairs = {
+        frozenset((one, other)): [order[one], order[other]]
+        for step in range(1, min((others + 1) // 2, size // 2) + 1)
+        for one in range(size)
+        if (other := (one + step) % size) != one
+    }
+    return list(pairs.values())
 
 
 def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
@@ -298,21 +322,27 @@ def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _in_place(requests: Sequence[JudgeRequest]) -> list[AnswerVerdict]:
-    """Return the verdicts of a criterion's requests by the answers' own numbers."""
-    pairs = [pair for one in requests for pair in zip(one.order, one.verdicts, strict=True)]
-    return [verdict for _, verdict in sorted(pairs, key=lambda pair: pair[0])]
+def _by_answer(requests: Sequence[JudgeRequest], size: int) -> list[AnswerVerdict]:
+    """Return the verdict on each answer by a criterion's requests, the mean if it is in several;
+    ½ for one that there is nothing to compare with."""
+    verdicts: list[list[AnswerVerdict]] = [[] for _ in range(size)]
+    for one in requests:
+        for number, verdict in zip(one.order, one.verdicts, strict=True):
+            verdicts[number].append(verdict)
+    alone = AnswerVerdict(0.5, "there is no other answer")
+    return [replace(_merged(each), orders=()) if each else alone for each in verdicts]
 
 
 def _merged(verdicts: Sequence[AnswerVerdict]) -> AnswerVerdict:
-    """One answer's verdict of those in several orders: the mean of its scores, and the reason of
-    the first."""
+    """Return one answer's verdict of several: the mean of its scores, and the reason of the
+    first."""
+    if len(verdicts) == 1:
+        return verdicts[0]
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     if not scores:
         return verdicts[0]
     first = next(verdict for verdict in verdicts if verdict.score is not None)
-    both = tuple(scores) if len(verdicts) > 1 else ()
-    return AnswerVerdict(math.fsum(scores) / len(scores), first.reason, first.parts, both)
+    return AnswerVerdict(math.fsum(scores) / len(scores), first.reason, first.parts, tuple(scores))
 
 
 def _cost(requests: Sequence[JudgeRequest]) -> dict[str, float]:
@@ -337,7 +367,7 @@ def _behaviour(
     group: Group,
     verdicts: Sequence[AnswerVerdict],
     orders: Sequence[Sequence[AnswerVerdict]],
-    order: Sequence[int],
+    requests: Sequence[JudgeRequest],
 ) -> dict[str, float]:
     """The numbers that tell a judge that sees differences from one that does not. Each is missing
     where a group has too few different answers."""
@@ -353,42 +383,43 @@ def _behaviour(
         numbers["length_correlation"] = r
     if len(orders) == 2:
         one, other = ([verdict.score for verdict in each] for each in orders)
-        numbers |= agreement(one, other, order)
+        numbers |= agreement(one, other)
+        biases = [bias for each in requests if (bias := _first_half(each)) is not None]
+        numbers |= {"position_bias": statistics.fmean(biases)} if biases else {}
     return numbers
 
 
-def agreement(
-    first: Sequence[float | None], second: Sequence[float | None], order: Sequence[int]
-) -> dict[str, float]:
-    """Compare two judgements of the same answers, which were shown in `order` and in its reverse.
+def _first_half(request: JudgeRequest) -> float | None:
+    """Return by how much the first half of the answers shown scores more than the second; None: one
+    of them has no score."""
+    half = len(request.verdicts) // 2
+    first, second = (
+        [verdict.score for verdict in part if verdict.score is not None]
+        for part in (request.verdicts[:half], request.verdicts[-half:])
+    )
+    return statistics.fmean(first) - statistics.fmean(second) if first and second else None
+
+
+def agreement(first: Sequence[float | None], second: Sequence[float | None]) -> dict[str, float]:
+    """Compare two judgements of the same answers.
 
     order_agreement: the share of the pairs of answers that both put in the same order; a pair of
     which one judgement makes a tie counts ½, a tie of both is left out.
     order_difference: the mean distance of an answer's two scores.
-    position_bias: by how much an answer scores more in the earlier half than in the later half.
 
-    Worked: scores 1, 0 in the order 0, 1, then 0.5, 0.5: the pair counts ½, the difference is 0.5,
-    and 1 − 0.5 and 0.5 − 0 have the mean 0.5.
+    Worked: scores 1, 0, then 0.5, 0.5: the pair counts ½, the difference is 0.5.
     """
     signs = [
         (_sign(first[one], first[other]), _sign(second[one], second[other]))
         for one, other in combinations(range(len(first)), 2)
     ]
     pairs = [(a, b) for a, b in signs if a is not None and b is not None and (a or b)]
-    both = [
-        (n, a, b)
-        for n, (a, b) in enumerate(zip(first, second, strict=True))
-        if a is not None and b is not None
-    ]
+    both = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     numbers: dict[str, float] = {}
     if pairs:
         numbers["order_agreement"] = sum((1 + a * b) / 2 for a, b in pairs) / len(pairs)
     if both:
-        numbers["order_difference"] = math.fsum(abs(a - b) for _, a, b in both) / len(both)
-    place, half = {number: place for place, number in enumerate(order)}, (len(order) - 1) / 2
-    moved = [a - b if place[n] < half else b - a for n, a, b in both if place[n] != half]
-    if moved:
-        numbers["position_bias"] = math.fsum(moved) / len(moved)
+        numbers["order_difference"] = math.fsum(abs(a - b) for a, b in both) / len(both)
     return numbers
 
 

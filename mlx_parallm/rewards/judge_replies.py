@@ -12,6 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+ALTERNATIVES = 20
+"""Likeliest tokens that are asked for: the most that OpenAI's servers give."""
+CHOICE = re.compile(r"[\W_\u0120]*([AB])[\W_]*")
+"""A token that chooses one of two answers: with spaces as tokenizers write them."""
 TRIES = 300
 """Places in a reply at which a JSON object may begin."""
 NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
@@ -96,6 +100,32 @@ def read(text: str, size: int, longest: int) -> Found:
     names = [name_of(place) for place in range(size)]
     verdicts = [_verdict(reply.get(name, []), 2 * longest) for name in names]
     return Found(verdicts, True, [name[:40] for name in reply if name not in names])
+
+
+def read_choice(likely: Sequence[tuple[str, float]] | None) -> Found:
+    """Return the verdicts on two answers, A and B: each one's share of the probability of both.
+
+    Args:
+        likely: the likeliest first tokens and their log-probabilities. None: the server gives none.
+
+    Worked: A with probability 0.3 and B with 0.1: 0.75 and 0.25.
+    """
+    if not likely:
+        return _no_choice("the server gives no log-probabilities")
+    chances = {"A": 0.0, "B": 0.0}
+    for text, logprob in likely:
+        if (letter := CHOICE.fullmatch(text)) and not math.isnan(logprob):
+            chances[letter[1]] += math.exp(min(logprob, 0.0))
+    whole = math.fsum(chances.values())
+    if not whole:
+        first, _ = max(likely, key=lambda token: token[1])
+        return _no_choice(f"neither A nor B is among its likeliest tokens, the first is {first!r}")
+    reason = f"{min(whole, 1.0):.0%} of the probability is on A and B"
+    return Found([AnswerVerdict(chance / whole, reason) for chance in chances.values()], True)
+
+
+def _no_choice(reason: str) -> Found:
+    return Found([AnswerVerdict(None, reason)] * 2, False)
 
 
 def answer_begins(text: str, data: Sequence[tuple[int, int]] = ()) -> int | None:

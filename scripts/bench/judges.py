@@ -1,10 +1,10 @@
 """What a model's base is worth as a judge of groups, before anything is trained by it.
 
-    python -m scripts.bench.judges [--model DIR] [--prompts 12] [--answers 4] [--expected-score]
+    python -m scripts.bench.judges [--model DIR] [--prompts 12] [--answers 4] [--pairwise 2]
 
 Answers of the model to requests that a text model cannot fulfil (`studies/inputs.py`), judged in both
-orders by the model itself, by the rubric of `studies/group_judge_base.toml`; with --expected-score each
-alone, by the probabilities of the digits. Printed: how often the judge's order of two answers is that
+orders by the model itself, by the rubric of `studies/group_judge_base.toml`; with --pairwise two
+at a time, by the probabilities of the choice. Printed: how often the judge's order of two answers is that
 of a checker which it never sees (a coin: 0.5), with its 95% interval over prompts, and how often that
 of their lengths is; the judge's own order when the answers are shown the other way round; the share of
 replies that could not be read.
@@ -89,13 +89,13 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--answers", type=int, default=4)
-    parser.add_argument("--expected-score", action="store_true")
+    parser.add_argument("--pairwise", type=int, default=0)
     options = parser.parse_args()
     config = study.load("group_judge_base").config
     assert isinstance(config, dict)
     settings = config["environments"][0]["reward_options"]["group_judge"] | {
-        "expected_score": options.expected_score,
-        "both_orders": 0.0 if options.expected_score else 1.0,
+        "both_orders": None if options.pairwise else 1.0,
+        "pairwise": options.pairwise,
         "timeout_s": 3600.0,
     }
     with tempfile.TemporaryDirectory() as name:

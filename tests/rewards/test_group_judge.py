@@ -12,16 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
-from mlx_parallm.rewards import judge_digits
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, load_rewards
-from mlx_parallm.rewards.group_judge import agreement, rank_correlation
+from mlx_parallm.rewards.group_judge import agreement, pairs_of, rank_correlation
 from mlx_parallm.rewards.judge_models import as_data, without_special_tokens
-from mlx_parallm.rewards.judge_pages import group_of
-from mlx_parallm.rewards.judge_replies import AnswerVerdict, read
+from mlx_parallm.rewards.judge_pages import group_of, pair_question_of
+from mlx_parallm.rewards.judge_replies import AnswerVerdict, read, read_choice
 from mlx_parallm.rewards.judge_rubrics import Rubric, rubric_of
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.types import Completion, RequestOutput, Rollout, Trajectory, Turn
+from mlx_parallm.types import Completion, RequestOutput, Rollout, TopLogprob, Trajectory, Turn
 from tests.conftest import running_tiny_engine
 from tests.scripted_http import scripted_http
 
@@ -151,19 +150,12 @@ async def test_position_bias_is_measured_and_taken_out(judging):
 
 
 def test_agreement_and_correlation_by_hand():
-    assert agreement([1, 0], [0.5, 0.5], [0, 1]) == {
-        "order_agreement": 0.5,
-        "order_difference": 0.5,
-        "position_bias": 0.5,
-    }
-    # pairs (0,1) same, (0,2) opposite, (1,2) opposite; 1 stands in the middle
-    found = agreement([0.2, 0.4, 0.3], [0.2, 0.4, 0.9], [2, 1, 0])
+    assert agreement([1, 0], [0.5, 0.5]) == {"order_agreement": 0.5, "order_difference": 0.5}
+    # pairs (0,1) same, (0,2) same, (1,2) opposite
+    found = agreement([0.2, 0.4, 0.3], [0.2, 0.4, 0.9])
     assert found["order_agreement"] == pytest.approx(2 / 3)
-    assert found["position_bias"] == pytest.approx((0.0 + (0.3 - 0.9)) / 2)
-    assert agreement([None, 0.1], [0.2, 0.1], [0, 1]) == {
-        "order_difference": 0.0,
-        "position_bias": 0.0,
-    }
+    assert found["order_difference"] == pytest.approx(0.2)
+    assert agreement([None, 0.1], [0.2, 0.1]) == {"order_difference": 0.0}
     assert rank_correlation([0.1, 0.2, 0.9], [5, 7, 6]) == pytest.approx(0.5)
     assert rank_correlation([1, 1, 2], [3, 3, 0]) == pytest.approx(-1)
     assert rank_correlation([1, 1], [2, 3]) is None
@@ -304,7 +296,7 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("form", ["group", "one by one", "digit"])
+@pytest.mark.parametrize("form", ["group", "one by one", "pairs"])
 async def test_an_answer_cannot_leave_its_frame(judging, form):
     """Whatever an answer says, a judge that reads data as data sees it as one answer's text."""
     rng = random.Random(0)
@@ -326,10 +318,11 @@ async def test_an_answer_cannot_leave_its_frame(judging, form):
             assert sorted(map(str, answers)) == sorted(
                 map(str, [[user("why?")], "good", evil, "poor"])
             )
-        elif form == "digit":
-            [message] = judge_digits.question_of(as_data("why?"), as_data(evil), "Be {good}.")
+        elif form == "pairs":
+            pair = [as_data("good"), as_data(evil)]
+            [message] = pair_question_of(as_data("why?"), pair, "Be {good}.")
             text = message["content"]
-            assert shown([message]) == {"task": "why?", "answer": evil}
+            assert shown([message]) == {"task": "why?", "answer A": "good", "answer B": evil}
         else:
             texts = []
 
@@ -571,48 +564,71 @@ async def test_over_http_it_waits_asks_again_and_is_held_to_the_schema():
     await down.aclose()
 
 
-def test_expected_scores_by_hand():
+def test_choices_and_pairs_by_hand():
     half, tenth = math.log(0.5), math.log(0.1)
-    expected = {
-        (("9", math.log(0.3)), ("0", tenth), ("The", half)): 0.75,
-        (("7", half),): 7 / 9,
-        (("7", tenth), (" 7", tenth), ("\u25817", half), ("1", tenth)): (0.7 * 7 + 0.1) / 0.8 / 9,
-        (("10", half), ("09", half), ("", half), ("3", tenth)): 3 / 9,
-        (("9", 1e-7), ("0", -math.inf), ("5", math.nan)): 1.0,
-        (("The", half), ("Sure", tenth)): "no digit among its likeliest tokens, the first is 'The'",
-        (("5", -math.inf),): "no digit",
+    choices = {
+        (("A", math.log(0.3)), ("B", tenth), ("The", half)): 0.75,
+        (("B", half),): 0.0,
+        ((" A", tenth), ("\u2581A", tenth), ("\u0120B", tenth), ("**A", tenth)): 0.75,
+        (("AB", half), ("a", half), ("Answer", half), ("", half), ("A", tenth)): 1.0,
+        (("A", 1e-7), ("B", -math.inf), ("B", math.nan)): 1.0,
+        (("The", half), ("Sure", tenth)): "neither A nor B is among its likeliest tokens, the",
+        (("A", -math.inf),): "neither",
         (): "gives no log-probabilities",
         None: "gives no log-probabilities",
     }
-    for likely, wanted in expected.items():
-        verdict = judge_digits.expected_score(likely)
+    for likely, wanted in choices.items():
+        first, second = read_choice(likely).verdicts
         if isinstance(wanted, str):
-            assert verdict.score is None and wanted in verdict.reason
+            assert first.score is second.score is None and wanted in second.reason
         else:
-            assert verdict.score == pytest.approx(wanted), likely
-    assert "40% of the probability" in judge_digits.expected_score(next(iter(expected))).reason
+            assert (first.score, second.score) == pytest.approx((wanted, 1 - wanted)), likely
+    assert "40% of the probability" in read_choice(next(iter(choices))).verdicts[0].reason
+    assert pairs_of([0, 1, 2, 3, 4], 2) == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 0]]
+    assert pairs_of([7], 4) == [] and pairs_of([1, 0], 9) == [[0, 1]]
+    for size, others in itertools.product(range(2, 9), range(1, 9)):
+        pairs = pairs_of(range(size), others)
+        assert len({frozenset(pair) for pair in pairs}) == len(pairs)
+        for answer in range(size):
+            assert sum(answer in pair for pair in pairs) >= min(others, size - 1)
 
 
-async def test_expected_scores_are_those_of_a_servers_log_probabilities():
-    chances = {"good": {"9": -0.1, "8": -3.0}, "fair": {"9": -0.7, "0": -0.7}, "odd": {"I": -0.1}}
+async def test_pairs_are_compared_by_a_servers_log_probabilities():
+    worth = {"good": 2.0, "fair": 1.0, "poor": 0.0}
 
     def reply(path, body):
-        answer = shown(body["messages"])["answer"]
-        tops = [{"token": t, "logprob": p} for t, p in chances[answer].items()]
-        choice = {"message": {"content": "9"}, "logprobs": {"content": [{"top_logprobs": tops}]}}
+        data = shown(body["messages"])
+        first, second = data["answer A"], data["answer B"]
+        logit = worth.get(first, 0) - worth.get(second, 0) + 1.0  # what stands first is liked
+        chance = 1 / (1 + math.exp(-logit))
+        tops = [("A", math.log(0.5 * chance)), ("B", math.log(0.5 * (1 - chance)))]
+        tops = [("I", -0.1)] if "odd" in (first, second) else tops
+        entry = {"top_logprobs": [{"token": token, "logprob": p} for token, p in tops]}
+        choice = {"message": {"content": "A"}, "logprobs": {"content": [entry]}}
         if body["model"] == "silent":
             choice["logprobs"] = None
         return 200, {}, {"choices": [choice], "usage": {"completion_tokens": 1}}
 
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
     with scripted_http(reply) as (url, seen):
-        judge = PARTS["group_judge"](judge=url, model="weak", expected_score=True, rubric="Good.")
-        judge.metrics, judge.notes = {}, {}
-        good, fair, odd, again = await ask(judge, ["good", "fair", "odd", "good"])
-        assert good == again == pytest.approx((9 * math.exp(2.9) + 8) / (math.exp(2.9) + 1) / 9)
-        assert (fair, odd) == (pytest.approx(0.5), UNSCORED)
-        assert "no digit" in judge.notes["group_judge"][2]["reason"]
-        assert judge.metrics["group_judge/requests"] == 3
-        assert judge.metrics["group_judge/unread"] == pytest.approx(1 / 3)
+
+        def make(model="weak", **options):
+            judge = PARTS["group_judge"](judge=url, model=model, **{"pairwise": 9} | options)
+            judge.metrics, judge.notes, made[:] = {}, {}, [*made, judge]
+            return judge
+
+        made = []
+        judge = make(rubric="Good.")
+        poor, good, fair, again = await ask(judge, ["poor", "good", "fair", "good"])
+        wins = [(sigmoid(1 + d) + sigmoid(d - 1)) / 2 for d in (1, 2)]
+        assert good == again == pytest.approx(sum(wins) / 2)
+        assert (fair, poor) == (pytest.approx(0.5), pytest.approx(1 - good))
+        assert judge.metrics["group_judge/requests"] == 6, "three pairs, in both orders"
+        assert 0.2 < judge.metrics["group_judge/position_bias"] < 0.6
+        assert len(judge.notes["group_judge"][0]["orders"]) == 2
+        assert "50% of the probability" in judge.notes["group_judge"][0]["reason"]
         [body] = {json.dumps({**body, "messages": 0}, sort_keys=True) for _, _, body in seen}
         assert json.loads(body) == {
             "model": "weak",
@@ -622,20 +638,23 @@ async def test_expected_scores_are_those_of_a_servers_log_probabilities():
             "top_logprobs": 20,
             "messages": 0,
         }
-        assert await ask(judge, ["good", "fair"]) == [good, fair] and len(seen) == 3, "kept"
-        each = PARTS["group_judge"](
-            judge=url,
-            model="weak",
-            expected_score=True,
-            rubric=CRITERIA[:2],
-            aggregation="explicit",
-        )
-        assert (await each(prompts=["q"], completions=["fair"]))[0] == pytest.approx(0.5)
-        assert len(seen) == 5, "one for each criterion"
-        silent = PARTS["group_judge"](judge=url, model="silent", expected_score=True)
+        assert await ask(judge, ["good", "fair"]) == [
+            pytest.approx(wins[0]),
+            pytest.approx(1 - wins[0]),
+        ]
+        assert await ask(judge, ["good"]) == [0.5], "there is nothing to compare it with"
+        good, odd, fair = await ask(judge, ["good", "odd", "fair"])
+        assert (good, odd) == (pytest.approx(wins[0]), UNSCORED)
+        assert "neither A nor B" in judge.notes["group_judge"][1]["reason"]
+        assert judge.metrics["group_judge/unread"] == 1.0, "of the four that were not kept"
+        before = len(seen)
+        each = make(rubric=CRITERIA[:2], aggregation="explicit")
+        assert (await ask(each, ["fair", "poor"]))[0] == pytest.approx(wins[0])
+        assert len(seen) - before == 4, "in both orders for each criterion"
+        assert await ask(each, ["fair", "fair"]) == [0.5, 0.5] and len(seen) - before == 4
         with pytest.raises(RolloutRejectedError, match="gives no log-probabilities"):
-            await silent(prompts=["q"], completions=["good"])
-        for one in (judge, each, silent):
+            await ask(make("silent"), ["good", "fair"])
+        for one in made:
             await one.aclose()
 
 
@@ -698,13 +717,13 @@ async def test_the_base_is_held_to_the_schema_so_every_reply_is_read(tiny_tokeni
             log_metric=metrics.__setitem__,
             log_extra=notes.__setitem__,
         )
-        digits = PARTS["group_judge"](judge="base", expected_score=True, rubric="Sorted.")
-        digits.attach(judge._model.inference)
-        expected = await digits(prompts=["Sort: cab"] * 2, completions=["abc", "bac"])
+        pairs = PARTS["group_judge"](judge="base", pairwise=1, rubric="Sorted.")
+        pairs.attach(judge._model.inference)
+        with pytest.raises(RolloutRejectedError, match=r"neither A nor B .* the first is '\d'"):
+            await pairs(prompts=["Sort: cab"] * 2, completions=["abc", "bac"])
         with pytest.raises(RolloutRejectedError, match=r"maximum context length is 2048"):
             await judge(prompts=["Sort: cab"] * 2, completions=["abc", "so long " * 500])
-    assert all(0 <= score <= 1 for score in [*scores, *expected])
-    assert expected[0] != expected[1], "where it writes the same digit, its probabilities differ"
+    assert all(0 <= score <= 1 for score in scores)
     assert metrics["group_judge/unread"] == metrics["group_judge/unscored"] == 0
     assert metrics["group_judge/completion_tokens"] > 20
     assert all(len(note["reason"]) <= 12 for note in notes["group_judge"])
@@ -717,7 +736,9 @@ async def test_a_version_of_the_policy_judges(tiny_tokenizer):
         async def generate(self, request):
             seen.append(request)
             text = '{"answer_1": {"reason": "", "score": 0.5}}'
-            completion = Completion(0, text, (1, 2), (0.0, 0.0), None, None, (0, 0), "stop")
+            [a, b] = (tiny_tokenizer.encode(letter)[-1] for letter in "AB")
+            tops = ((TopLogprob(a, math.log(0.6)), TopLogprob(b, math.log(0.2))), ())
+            completion = Completion(0, text, (1, 2), (0.0, 0.0), None, tops, (0, 0), "stop")
             return RequestOutput(request.request_id, request.prompt_token_ids, (completion,))
 
     class History:
@@ -738,7 +759,13 @@ async def test_a_version_of_the_policy_judges(tiny_tokenizer):
         lost.attach(inference)
         with pytest.raises(RolloutRejectedError, match='"policy@9": version 9 is not kept'):
             await lost(prompts=["q"], completions=["a"])
-    assert [request.adapter for request in seen] == ["mine@3"] * 2 and held == [3, 3]
+    pairs = PARTS["group_judge"](judge="policy@3", pairwise=1)
+    pairs.attach(inference)
+    scores = await pairs(prompts=["q"] * 2, completions=["a", "b"])
+    assert scores == pytest.approx([0.5, 0.5]), "what is shown first gets 0.75, in both orders"
+    assert [request.adapter for request in seen] == ["mine@3"] * 4 and held == [3, 3, 3]
+    assert [request.params.logprobs for request in seen] == [None, None, 20, 20]
+    assert [request.params.max_tokens for request in seen[2:]] == [1, 1]
 
 
 async def test_a_slow_judge_is_given_up(tmp_path):
@@ -763,9 +790,10 @@ def test_a_second_judge_has_metrics_and_notes_of_its_own():
         ({"both_orders": 2}, "both_orders"),
         ({"both_orders": math.nan}, "both_orders"),
         ({"aggregation": "mean"}, '"implicit" or "explicit"'),
-        ({"expected_score": True, "both_orders": 0.5}, "unset both_orders"),
-        ({"expected_score": True, "max_tokens": 9}, "unset both_orders and max_tokens"),
-        ({"expected_score": True, "judge": "python:a.py:b"}, "a judge that is no function"),
+        ({"pairwise": -1}, "pairwise = -1"),
+        ({"pairwise": 2, "both_orders": 0.5}, "unset both_orders"),
+        ({"pairwise": 2, "max_tokens": 9}, "unset both_orders and max_tokens"),
+        ({"pairwise": 2, "judge": "python:a.py:b"}, "a judge that is no function"),
         ({"reason_length": 0}, "reason_length"),
         ({"timeout_s": 0}, "timeout_s = 0"),
         ({"timeout_s": math.nan}, "timeout_s"),
