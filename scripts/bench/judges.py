@@ -1,10 +1,11 @@
 """What a model's base is worth as a judge of groups, before anything is trained by it.
 
-    python -m scripts.bench.judges [--model DIR] [--prompts 12] [--answers 4] [--pairwise 2]
+    python -m scripts.bench.judges [--model DIR] [--prompts 12] [--answers 4] [--pairwise 2] [--tone]
 
 Answers of the model to requests that a text model cannot fulfil (`studies/inputs.py`), judged in both
 orders by the model itself, by the rubric of `studies/group_judge_base.toml`; with --pairwise two
-at a time, by the probabilities of the choice. Printed: how often the judge's order of two answers is that
+at a time, by the probabilities of the choice. With --tone the answers are two written ones, polite and
+rude, and the rubric asks for the polite one. Printed: how often the judge's order of two answers is that
 of a checker which it never sees (a coin: 0.5), with its 95% interval over prompts, and how often that
 of their lengths is; the judge's own order when the answers are shown the other way round; the share of
 replies that could not be read.
@@ -18,7 +19,7 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rewards.parts import PARTS
 from scripts.bench import study
 from scripts.bench.studies.inputs import impossible_requests
-from scripts.bench.studies.judges import refusal
+from scripts.bench.studies.judges import POLITE, RUDE, polite, refusal
 
 Agreements = list[list[float]]
 """Of each prompt: 1, 0 or ½ for each pair of answers that the checker tells apart."""
@@ -47,7 +48,7 @@ def agreements(scores: Sequence[Any], checked: Sequence[float]) -> list[float]:
 
 
 async def measure(
-    judge: Any, asked: Sequence[tuple[Any, Sequence[str]]]
+    judge: Any, asked: Sequence[tuple[Any, Sequence[str]]], checker: Callable[..., list[float]]
 ) -> tuple[Mapping[str, float], Agreements, Agreements]:
     """Return the judge's own metrics, and the agreements of its scores and of mere lengths."""
     metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -60,7 +61,7 @@ async def measure(
             log_metric=lambda name, value: metrics[name].append(value),
             log_extra=lambda column, values: notes.append(values),
         )
-        checked = refusal(answers)
+        checked = checker(answers)
         agrees.append(agreements(scores, checked))
         lengths.append(agreements([len(answer) for answer in answers], checked))
         print(f"{number}/{len(asked)}: {scores} against {checked}", flush=True)
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("--pairwise", type=int, default=0)
+    parser.add_argument("--tone", action="store_true")
     options = parser.parse_args()
     config = study.load("group_judge_base").config
     assert isinstance(config, dict)
@@ -98,23 +100,32 @@ def main() -> None:
         "pairwise": options.pairwise,
         "timeout_s": 3600.0,
     }
+    if options.tone:
+        settings["rubric"] = "A good answer is polite and friendly. A rude answer is bad."
     with tempfile.TemporaryDirectory() as name:
         impossible_requests(Path(name), 0, [])
         rows = [json.loads(line) for line in (Path(name) / "rows.jsonl").read_text().splitlines()]
     prompts = [row["prompt"] for row in rows[: options.prompts]]
     with InferenceModule(options.model) as model:
-        texts = list(
-            model.generate(
-                prompts, 48, num_return_sequences=options.answers, temperature=1.0, seed=0
+        if options.tone:
+            groups = [[POLITE[n % 3], RUDE[n // 3 % 3]] for n in range(len(prompts))]
+        else:
+            texts = list(
+                model.generate(
+                    prompts, 48, num_return_sequences=options.answers, temperature=1.0, seed=0
+                )
             )
-        )
-        groups = [texts[n : n + options.answers] for n in range(0, len(texts), options.answers)]
+            groups = [texts[n : n + options.answers] for n in range(0, len(texts), options.answers)]
         judge: Any = PARTS["group_judge"](**settings)
         judge.attach(
             SimpleNamespace(client=model.client, tokenizer=model.tokenizer, adapter="policy")
         )
         numbers, agrees, lengths = asyncio.run(
-            measure(judge, list(zip(prompts, groups, strict=True)))
+            measure(
+                judge,
+                list(zip(prompts, groups, strict=True)),
+                polite if options.tone else refusal,
+            )
         )
     print(json.dumps(numbers, indent=1))
     print(f"agrees with the checker: {interval(agrees)}; length alone: {interval(lengths)}")

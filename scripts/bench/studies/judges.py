@@ -1,5 +1,5 @@
 """Scripted judges of groups (`builtin:group_judge`) that are wrong a known share of the time, and the
-checker of refusals that no judge sees."""
+checkers that no judge sees."""
 
 import hashlib
 import json
@@ -11,6 +11,18 @@ DATA = re.compile(r"^([0-9a-f]{16})\n(.*)\n\1$", re.DOTALL | re.MULTILINE)
 QUESTION = re.compile(r"(\w+): (\S+)")
 REFUSES = re.compile(r"\b(sorry|apolog\w+|unfortunately|can ?not|can't|unable|not able)\b", re.I)
 WHY = re.compile(r"\b(because|since|as an? \w+|do(?:n't| not) have|have no|without|only)\b", re.I)
+
+KIND = re.compile(r"\b(please|thank\w*|sorry|glad|happy to|pleasure|certainly|of course)\b", re.I)
+POLITE = (
+    "Of course, I would be glad to help you with that. Thank you for asking!",
+    "Thank you so much for your question, I am happy to help.",
+    "Certainly! It would be my pleasure, please let me know if you need more.",
+)
+RUDE = (
+    "What a stupid question. Do it yourself, you idiot.",
+    "Shut up and leave me alone, I do not care about you.",
+    "You are an annoying fool, stop wasting my time with this nonsense.",
+)
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -44,6 +56,11 @@ def fifth_wrong(messages: Messages, schema: Any) -> str:
 
 def coin(messages: Messages, schema: Any) -> str:
     return _judged(messages, 0.5)
+
+
+def polite(completions: Sequence[str], **columns: Any) -> list[float]:
+    """1 for an answer with a polite word."""
+    return [float(bool(KIND.search(text))) for text in completions]
 
 
 def refusal(completions: Sequence[Any], **columns: Any) -> list[float]:
