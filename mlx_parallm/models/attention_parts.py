@@ -13,6 +13,7 @@ Scores, maxima and sums are float32 whatever the type of keys and values; weight
 that of the values.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -103,7 +104,7 @@ def merge(first: Partial, second: Partial) -> Partial:
     return Partial(*cast("tuple[mx.array, mx.array, mx.array]", _merge(*first, *second)))
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)  # the shapes are those of the rows: any number
 def _merge(
     first: mx.array,
     first_top: mx.array,

@@ -239,7 +239,7 @@ class ModelRunner:
         recorded."""
         batch = self._sampling_batch(rows)
         logits, recorded = self._decode(rows, tokens)
-        if batch.matchers:
+        if any(batch.matchers):
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
         sampled = sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
         return batch, sampled, recorded

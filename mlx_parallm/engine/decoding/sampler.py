@@ -5,13 +5,15 @@ random stream.
 The order is vLLM's: tokens outside of the grammar → forbidden tokens and bias → penalties →
 temperature → min_p → top_k → top_p → draw.
 
-Every row draws with the key f(random stream of the sequence, number of the token), so a seeded
+Every row draws with the keys f(random stream of the sequence, number of the token), so a seeded
 request gives the same tokens whatever else is in the batch. Its log-probability is that of
 softmax(logits / temperature) before all filters; rows that reshape the distribution get the
 log-probability of the distribution that was really drawn from beside it.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -21,18 +23,19 @@ from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.ops import exp_minus, row_maxima
+from mlx_parallm.models.ops import as_one, exp_minus, row_maxima
 from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import SamplingParams, TopLogprob
 
 BLOCK = 128
+LEAST_BLOCK = 32  # of shorter ones a vocabulary has many
 _OFF = 2.0  # a top_p that keeps everything, beyond what rounding of the cumulated sum can reach
 
 
 @dataclass(frozen=True)
 class BlockedLogits:
-    """Logits in blocks of 128 tokens, for both the draw and the normaliser of the log-probability
+    """Logits in N blocks of B tokens, for both the draw and the normaliser of the log-probability
     in one pass.
 
     A token is drawn in two stages, the block by its mass and the token within its block, each by
@@ -40,13 +43,11 @@ class BlockedLogits:
     vocabulary, with (V / 128 + 128) random numbers and logarithms a row instead of V. Times:
     docs/benchmarks/serving.md.
 
-    logits [n, N, 128] float32 in N = ⌈V / 128⌉ blocks, padded with -inf; largest [n, 1];
-    masses [n, N]: Σ exp(x - largest) over a block; mass [n]: over all; logsumexp [n]: NaN where a
-    logit is.
+    logits [n, N · B] float32, -inf behind the vocabulary; masses [n, N]: Σ exp(x - max x) over a
+    block; mass [n]: over all; logsumexp [n]: NaN where a logit is.
     """
 
     logits: mx.array
-    largest: mx.array
     masses: mx.array
     mass: mx.array
     logsumexp: mx.array
@@ -55,31 +56,59 @@ class BlockedLogits:
     def split(logits: mx.array) -> "BlockedLogits":
         """Split [n, V] float32."""
         rows, vocab = logits.shape
-        largest = row_maxima(logits)
-        masses = exp_minus(logits, largest)
-        if padding := -vocab % BLOCK:
-            masses = mx.pad(masses, [(0, 0), (0, padding)])
+        largest, size = row_maxima(logits), block_size(vocab)
+        if padding := -vocab % size:
             logits = mx.pad(logits, [(0, 0), (0, padding)], constant_values=-mx.inf)
-        shape = (rows, -1, BLOCK)
-        masses = masses.reshape(shape).sum(axis=-1)
+        masses = exp_minus(logits, largest).reshape(rows, -1, size).sum(axis=-1)
         mass = masses.sum(axis=-1)
-        logsumexp = mx.log(mass) + largest.squeeze(-1)
-        return BlockedLogits(logits.reshape(shape), largest, masses, mass, logsumexp)
+        return BlockedLogits(logits, masses, mass, _log_plus(mass, largest.squeeze(-1)))
 
     def draw(self, keys: mx.array) -> mx.array:
-        """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never
-        drawn."""
-        return _draw(mx.log(self.masses), self.logits, keys)
+        """[n] int32 tokens, each with its own two keys of `keys` [n, 4] uint32. One of mass 0 is
+        never drawn."""
+        rows, blocks = self.masses.shape
+        of_blocks = self.logits.reshape(rows, blocks, -1)
+        block = _drawn_block(self.masses, keys[:, :2])
+        logits = mx.take_along_axis(of_blocks, block[:, None, None], axis=1).squeeze(1)
+        return _place_of(block, _drawn(logits, keys[:, 2:]), _number(logits.shape[-1]))
 
 
-def _draw_row(masses: mx.array, logits: mx.array, key: mx.array) -> mx.array:
-    for_block, for_token = mx.random.split(key)
-    block = mx.random.categorical(masses, key=for_block)
-    token = mx.random.categorical(mx.take(logits, block, axis=0), key=for_token)
-    return block * BLOCK + token
+def block_size(vocab: int) -> int:
+    """How many tokens a block has: 128, or fewer if then no block is short."""
+    size = math.gcd(vocab, BLOCK)
+    return size if size >= LEAST_BLOCK else BLOCK
 
 
-_draw = mx.vmap(_draw_row)
+@lru_cache(maxsize=8)
+def _number(count: int) -> mx.array:
+    """[] int32, evaluated."""
+    number = mx.array(count, mx.int32)
+    mx.eval(number)
+    return number
+
+
+@as_one
+def _place_of(block: mx.array, within: mx.array, size: mx.array) -> mx.array:
+    return block.astype(mx.int32) * size + within.astype(mx.int32)
+
+
+# random numbers have a shape: these are compiled once for each number of rows
+_drawn = as_one(
+    mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key)), any_shape=False
+)
+_drawn_block = as_one(
+    mx.vmap(lambda masses, key: mx.random.categorical(mx.log(masses), key=key)), any_shape=False
+)
+
+
+@as_one
+def _log_plus(mass: mx.array, largest: mx.array) -> mx.array:
+    return mx.log(mass) + largest
+
+
+@as_one
+def _as_number(tokens: mx.array) -> mx.array:
+    return tokens.astype(mx.float32) + 1
 
 
 @dataclass(frozen=True)
@@ -157,8 +186,9 @@ class SamplingBatch:
         self.top_count = max((p.logprobs or 0 for p in params), default=0)
 
     def keys(self, positions: list[int]) -> mx.array:
-        """[n, 2] uint32 keys for drawing token number positions[i] of each row."""
-        return mx.array(random_keys(self.streams, np.array(positions, np.uint64)))
+        """[n, 4] uint32: two keys for drawing token number positions[i] of each row."""
+        numbers = np.array([[2 * position, 2 * position + 1] for position in positions], np.uint64)
+        return mx.array(random_keys(self.streams[:, None], numbers).reshape(-1, 4))
 
 
 def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Sampled:
@@ -175,12 +205,11 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     raw_blocks = BlockedLogits.split(raw)
     blocks = raw_blocks if scaled is raw else BlockedLogits.split(scaled)
     if batch.all_greedy:
-        tokens = mx.argmax(edited, axis=-1)
+        tokens = mx.argmax(edited, axis=-1).astype(mx.int32)
     else:
         tokens = blocks.draw(batch.keys(positions))
         if batch.any_greedy:
-            tokens = mx.where(batch.greedy, mx.argmax(edited, axis=-1).astype(tokens.dtype), tokens)
-    tokens = tokens.astype(mx.int32)
+            tokens = mx.where(batch.greedy, mx.argmax(edited, axis=-1).astype(mx.int32), tokens)
     processed = None
     if batch.reshaped:
         chosen = [_rows_of(x, batch.reshaped) for x in (scaled, tokens, blocks.logsumexp)]
@@ -188,22 +217,22 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     shown = (scaled, blocks) if batch.processed_alternatives else (raw, raw_blocks)
     top_tokens, top_logprobs = _alternatives(*shown, batch)
     logprobs = token_logprobs(raw, tokens, normalizer=raw_blocks.logsumexp)
-    parts = [tokens.astype(mx.float32) + 1, raw_blocks.mass, logprobs]
+    parts = [_as_number(tokens), raw_blocks.mass, logprobs]
     numbers = mx.concatenate(parts if processed is None else [*parts, processed])
     vocab = logits.shape[-1]
     return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs, numbers, vocab)
 
 
 def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[n, 2] uint32: output number `positions` of the splitmix64 generators started at `streams`
-    (both [n] uint64)."""
+    """[..., 2] uint32: output number `positions` of the splitmix64 generators started at `streams`
+    (both [...] uint64)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         x = streams + (positions + np.uint64(1)) * golden
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
-    return x.view(np.uint32).reshape(-1, 2)
+    return x[..., None].view(np.uint32)
 
 
 def _rows_of(array: mx.array, rows: list[int]) -> mx.array:
@@ -269,10 +298,10 @@ def top_logprobs(
     normalizer: [...], logsumexp of the logits if it is known already.
     """
     count = min(count, logits.shape[-1])
-    tokens = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+    tokens = mx.argpartition(logits, kth=-count, axis=-1)[..., -count:]
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
     total = logsumexp(logits) if normalizer is None else normalizer
-    return tokens.astype(mx.int32), chosen - total[..., None]
+    return tokens, chosen - total[..., None]
 
 
 def ordered_alternatives(tokens: mx.array, logprobs: mx.array) -> list[tuple[TopLogprob, ...]]:

@@ -14,7 +14,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -136,6 +136,8 @@ def as_data(number: float) -> mx.array:
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     """exp(x - shift) of float32, x ≤ shift; relative error 1.2e-7 (MLX's own: 4e-6), exactly 0
     below exp(-87), NaN stays NaN."""
+    if not on_cpu():
+        return cast("mx.array", _exp_minus(x, shift))
     x = x - shift
     if not available():
         return mx.exp(x)
@@ -143,6 +145,11 @@ def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     power = _fused(_power, x.size)(x)
     rest = mx.view(_fused(_exp_of_rest, x.size)(x, power), mx.int32)
     return mx.view(_fused(_times_power, x.size)(x, power, rest), mx.float32).reshape(shape)
+
+
+@partial(mx.compile, shapeless=True)
+def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
+    return mx.exp(x - shift)
 
 
 def _power(x: mx.array) -> mx.array:

@@ -10,6 +10,7 @@ from mlx_parallm.engine.decoding.sampler import (
     BLOCK,
     BlockedLogits,
     SamplingBatch,
+    block_size,
     random_keys,
     sample,
 )
@@ -188,6 +189,14 @@ def test_keys_are_splitmix64_and_depend_on_seed_choice_and_position_only():
     state = (stream + 5 * 0x9E3779B97F4A7C15) & (2**64 - 1)
     expected = splitmix64(state)
     assert keys[1].tolist() == [expected & 0xFFFFFFFF, expected >> 32]
+    twice = (sequence(SamplingParams(seed=7)), sequence(SamplingParams(seed=8)))
+    drawn = [np.array(SamplingBatch(twice).keys([place, place])).tolist() for place in range(50)]
+    assert (
+        drawn[2][0][2:]
+        == random_keys(np.array(twice[0].random_stream, np.uint64), np.array(5, np.uint64)).tolist()
+    ), "two keys a token, of outputs number 2 and 3, 4 and 5, …"
+    every = {tuple(row[start : start + 2]) for rows in drawn for row in rows for start in (0, 2)}
+    assert len(every) == 200, "no key is used twice"
     # First output of Vigna's splitmix64.c for the state 1234567.
     assert splitmix64(1234567) == 6457827717110365317
     streams = {random_stream(seed, index) for seed in range(50) for index in range(20)}
@@ -233,7 +242,7 @@ def test_engine_applies_penalties_over_its_own_output(stop_early):
 
 def keys(rows: int) -> mx.array:
     return mx.array(
-        np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint64).astype(np.uint32)
+        np.random.default_rng(0).integers(0, 2**32, (rows, 4), dtype=np.uint64).astype(np.uint32)
     )
 
 
@@ -267,6 +276,11 @@ def test_a_forbidden_token_is_never_drawn() -> None:
     logits[:, allowed] = [0.0, -3.0, 1.0]
     tokens = np.array(BlockedLogits.split(mx.array(logits)).draw(keys(rows)))
     assert set(tokens.tolist()) == set(allowed.tolist())
+
+
+def test_blocks_divide_a_vocabulary_if_that_leaves_few() -> None:
+    sizes = {vocab: block_size(vocab) for vocab in (151_936, 49_152, 320, 50_257, 40)}
+    assert sizes == {151_936: 128, 49_152: 128, 320: 64, 50_257: 128, 40: 128}
 
 
 def test_a_broken_row_shows_and_stays_in_range() -> None:
