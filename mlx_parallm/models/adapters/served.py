@@ -18,6 +18,7 @@ while they are given the very same object. Which these are is seen in the first 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
 from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, RowPlaces
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
+from mlx_parallm.models.ops import as_one
 from mlx_parallm.system.device.traits import multiplies_rows_alone
 
 
@@ -72,6 +74,7 @@ class LoraContext:
         self.leaders: dict[str, str] = {}  # layer → the first that reads the same array
         self._last: tuple[mx.array, str] | None = None  # the last of those that were seen
         self._reduced: _Reduced | None = None
+        self._wide: tuple[mx.array, mx.array] | None = None  # the last x in half precision
         self._turn = 0
         # [batch] uint32 of 0, where several rows are multiplied one by one
         self.all_first: mx.array | None = None
@@ -88,7 +91,7 @@ class LoraContext:
         self._turn += 1
         self.batch = len(slots)
         self.stack.forget(self._turn)
-        self._last, self._reduced = None, None
+        self._last, self._reduced, self._wide = None, None, None
         distinct = _distinct(slots)
         self.idle = not distinct and self._turn > 1
         self.pairs, self.masked = {}, None
@@ -127,6 +130,12 @@ class LoraContext:
             self._reduced = None  # it would keep x
         return reduced.update_of(path)
 
+    def widened(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return x in this dtype, one array for all layers that are called with it in turn."""
+        if self._wide is None or self._wide[0] is not x:
+            self._wide = x, x.astype(dtype)
+        return self._wide[1]
+
     def row_by_row(self, x: mx.array, a: mx.array) -> mx.array:
         """xA of the one adapter, row by row where that is a decode step's: x [B, ..., in], a [in,
         r]."""
@@ -147,7 +156,24 @@ class LoraContext:
         """Drop the stack and the last forward's context."""
         self.stack.clear()
         self.pairs, self.masked, self.rows = {}, None, None
-        self._last, self._reduced = None, None
+        self._last, self._reduced, self._wide = None, None, None
+
+
+@as_one
+def _added(y: mx.array, update: mx.array) -> mx.array:
+    return (y + update).astype(y.dtype)
+
+
+@as_one
+def _added_times(y: mx.array, update: mx.array, scale: mx.array) -> mx.array:
+    return (y + scale * update).astype(y.dtype)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float) -> mx.array:
+    number = mx.array(value, mx.float32)
+    mx.eval(number)
+    return number
 
 
 def _distinct(slots: Sequence[AdapterSlot | None]) -> list[AdapterSlot]:
@@ -193,14 +219,17 @@ class ServedLinear(_Served):
             if (update := context.stacked_update(path, x)) is None:
                 return y
             if (gains := context.stack.groups[path].gains.get(path)) is None:
-                return (y + update.reshape(y.shape)).astype(y.dtype)
+                return _added(y, update.reshape(y.shape))
             factors = gains.array[context.rows.array][:, None]
             updated = scaled(y.reshape(update.shape) + update, factors, linear)
             return updated.reshape(y.shape).astype(y.dtype)
         if (pair := context.pairs.get(path)) is None:
             return y
-        alone = context.all_first is None
-        reduced = x @ pair.a if alone else context.row_by_row(x, pair.a)
+        if x.dtype != pair.a.dtype:
+            x = context.widened(x, pair.a.dtype)
+        reduced = x @ pair.a if context.all_first is None else context.row_by_row(x, pair.a)
+        if y.dtype != pair.b.dtype and pair.gain is None:
+            return _added_times(y, reduced @ pair.b, _number(pair.scale))
         updated = mx.addmm(y, reduced, pair.b, pair.scale)
         if pair.gain is not None:
             updated = scaled(updated, pair.gain, linear)
