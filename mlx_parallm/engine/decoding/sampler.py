@@ -92,13 +92,17 @@ def _place_of(block: mx.array, within: mx.array, size: mx.array) -> mx.array:
     return block.astype(mx.int32) * size + within.astype(mx.int32)
 
 
+def _drawn_of(logits: mx.array, key: mx.array) -> mx.array:
+    return mx.random.categorical(logits, key=key)
+
+
+def _block_of(masses: mx.array, key: mx.array) -> mx.array:
+    return mx.random.categorical(mx.log(masses), key=key)
+
+
 # random numbers have a shape: these are compiled once for each number of rows
-_drawn = as_one(
-    mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key)), any_shape=False
-)
-_drawn_block = as_one(
-    mx.vmap(lambda masses, key: mx.random.categorical(mx.log(masses), key=key)), any_shape=False
-)
+_drawn = as_one(mx.vmap(_drawn_of), any_shape=False)
+_drawn_block = as_one(mx.vmap(_block_of), any_shape=False)
 
 
 @as_one
