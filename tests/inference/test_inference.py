@@ -100,7 +100,8 @@ def test_options_reach_the_sampler(inference: InferenceModule) -> None:
         return inference.generate(["ab", "ab", "ab"], max_new_tokens=12, **options).texts
 
     assert said(seed=5) == said(seed=5) != said(seed=6)
-    assert len(set(said(seed=5))) == 3  # each prompt has its own stream
+    # each prompt has its own stream
+    assert len(set(said(seed=5, temperature=2.0))) == 3
     one, other = (inference.generate(["ab"] * 16, max_new_tokens=12).texts for _ in range(2))
     assert one != other
     greedy = said(do_sample=False, temperature=9.0)
@@ -119,7 +120,7 @@ def test_scores_are_those_of_the_sampler(inference: InferenceModule) -> None:
     """And those of a plain forward over the untouched tree."""
     prompts = ["Reverse: hfkdo", "47+38 =", "x", [3, 5, 8, 13] * 6]
     result = inference.generate(
-        prompts, max_new_tokens=40, seed=3, return_logprobs=True, return_logits=True
+        prompts, max_new_tokens=40, seed=6, return_logprobs=True, return_logits=True
     )
     assert len({token for ids in result.token_ids for token in ids}) >= 20
     scores = inference.get_logprobs(prompts, result)
