@@ -121,7 +121,8 @@ report it.
 process.
 `never_done_fraction`: share of the sequences of several turns that no environment ended;
 `never_done_turns`: their mean number.
-`rows_easy`, `rows_learnable`, `rows_hopeless`, `rows_unseen`: docs/your_data.md#rows-that-teach-now.
+`rows_easy`, `rows_learnable`, `rows_hopeless`, `rows_unseen`:
+docs/your_data.md#rows-that-teach-now.
 `forced_fraction`: share of the sampled tokens that a grammar forced; nothing is learned from them.
 `rollout_entropy`: mean of -logprobs of the tokens to learn from that have one, also in steps with
 nothing to train on.
