@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationInfo, field_validator
+from pydantic import BaseModel, Strict, ValidationInfo, field_validator
+
+TRUTH_COUNTS = "true is 1, false is 0"
+"""Metadata of a type of scores: a check's answer is one."""
 
 
 class NumberFields(BaseModel):
@@ -43,7 +46,11 @@ def _types(annotation: Any) -> Iterator[Any]:
         for part in get_args(annotation):
             yield from _types(part)
     elif get_origin(annotation) is Annotated:
-        yield from _types(get_args(annotation)[0])
+        kind, *metadata = get_args(annotation)
+        # of a strict type pydantic itself refuses it, and names the place within the field
+        strict = any(Strict(strict=True) in getattr(each, "metadata", ()) for each in metadata)
+        if TRUTH_COUNTS not in metadata and not strict:
+            yield from _types(kind)
     elif get_origin(annotation) is Literal:
         yield from map(type, get_args(annotation))
     else:

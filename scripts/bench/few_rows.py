@@ -30,7 +30,9 @@ STEP_ROWS = (1, 8, 32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=15, help="of each product (15)")
     parser.add_argument("--steps", type=int, default=60, help="of each kind, for each batch (60)")

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
+from mlx_parallm.config.number_fields import TRUTH_COUNTS
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.context import Context
@@ -44,7 +45,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 router = json_router("training")
 CompletionId = Annotated[str, Field(min_length=1, max_length=256)]
-Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD), TRUTH_COUNTS]
 
 
 class RewardsBody(Body):

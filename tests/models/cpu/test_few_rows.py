@@ -1,11 +1,11 @@
 """Products of few rows: the kernel against float64, alone and together, in threads, after a fork,
 under MLX; what is tried, kept and refused."""
 
-import ctypes
 import os
 import shutil
 import stat
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,10 @@ def test_threads_that_multiply_at_once_and_a_forked_process_get_the_same(kernel:
 
 def in_a_fork(child: Callable[[], int]) -> int:
     """Return the exit status of a forked process that runs `child` and nothing else."""
-    fork = ctypes.PyDLL(None).fork  # os.fork warns of threads
-    if (pid := fork()) == 0:
-        os._exit(child())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        if (pid := os.fork()) == 0:
+            os._exit(child())
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
