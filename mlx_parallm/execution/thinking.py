@@ -13,6 +13,9 @@ class MarkedTokenizer(Protocol):
     @property
     def think_markers(self) -> tuple[str, str] | None: ...
 
+    @property
+    def answer_opening(self) -> str: ...
+
     def encode_within(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -56,7 +59,10 @@ def tokens_of_thought(
     tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int], eos_token_ids: Collection[int]
 ) -> int | None:
     """Count the prompt's tokens behind its last start of reasoning (vLLM's `thinking_token_budget`
-    counts them). None: no reasoning has begun, or it has ended, or the turn in which it stood."""
+    counts them). None: no reasoning has begun, or it has ended, or the turn in which it stood.
+
+    Markers in a user's message must not count: an answer is opened behind them.
+    """
     assert tokenizer.think_markers is not None
     start, end = (tuple(tokenizer.encode_within(marker)) for marker in tokenizer.think_markers)
     last = {*start[-1:], *end[-1:], *eos_token_ids}
@@ -64,7 +70,11 @@ def tokens_of_thought(
         if prompt_token_ids[stop - 1] not in last:
             continue
         if start and tuple(prompt_token_ids[max(stop - len(start), 0) : stop]) == start:
-            return len(prompt_token_ids) - stop
+            behind = prompt_token_ids[stop:]
+            opening = tokenizer.answer_opening
+            if opening and opening in tokenizer.decode(behind, skip_special_tokens=False):
+                return None
+            return len(behind)
         ended = end and tuple(prompt_token_ids[max(stop - len(end), 0) : stop]) == end
         if ended or prompt_token_ids[stop - 1] in eos_token_ids:
             return None

@@ -117,6 +117,22 @@ class Tokenizer:
             return False
 
     @cached_property
+    def answer_opening(self) -> str:
+        """The text by which the chat template ends a user's turn and opens an answer, without a
+        marker of reasoning; "": it has none, or refuses a message."""
+        if not self.has_chat_template:
+            return ""
+        options = {"add_generation_prompt": True, "continue_final_message": False}
+        try:
+            text = self._render([{"role": "user", "content": PROBE_NAME}], None, options)
+        except RequestError:
+            return ""
+        opening = text.rpartition(PROBE_NAME)[2]
+        if self.think_markers is not None:
+            opening = opening.partition(self.think_markers[0])[0]
+        return opening.strip()
+
+    @cached_property
     def template_takes_tools(self) -> bool:
         """False: the chat template leaves tools out without a word, of a conversation with a
         system message or without."""

@@ -8,7 +8,7 @@ anew for each round. The first server computes the prompt and is killed; the sec
 
     .venv/bin/python -m scripts.bench.prefix_disk --model build/smollm2/float32 --only writing --rounds 6
 
-What writing costs: the time of one stream beside eight clients whose prompts arrive one after the
+What writing costs: the time of one stream beside a client that sends eight prompts one after the
 other, so that blocks are written all the while; a server with a disk and one without have the same
 work, in turns, and each pair begins with the other one.
 """
@@ -109,7 +109,7 @@ def writing(chosen: argparse.Namespace, folder: Path, disk: Sequence[str]) -> No
         for number in range(chosen.rounds + 1):
             prompts = [
                 [draw.randrange(vocabulary) for _ in range(chosen.beside)]
-                for _ in range(chosen.clients)
+                for _ in range(chosen.prompts)
             ]
             stream = [draw.randrange(vocabulary) for _ in range(16)]
             load = Load(stream, chosen.decoded, prompts)
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("reading", "writing"))
     parser.add_argument("--decoded", type=int, default=400, help="tokens of the timed stream")
-    parser.add_argument("--clients", type=int, default=8, help="prompts beside it")
+    parser.add_argument("--prompts", type=int, default=8, help="of a client beside it")
     parser.add_argument("--beside", type=int, default=1056, help="tokens of each")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -509,3 +509,16 @@ def test_where_no_token_may_come_next_the_text_ends_with_an_error(
         assert done.finish_reason == "error" and "no token may come next" in (done.error or ""), (
             name
         )
+
+
+def test_logits_start_alone_only_where_a_grammar_binds(monkeypatch):
+    """A step without one hands all of its operations to the device at once."""
+    served = serve(qwen3_model(), async_scheduling=False)
+    started, start = [], mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays) or start(*arrays))
+    free = [request(name, PROMPT, max_tokens=3, ignore_eos=True) for name in "ab"]
+    run(served.engine, free)
+    assert not started
+    bound = request("c", PROMPT, max_tokens=3, ignore_eos=True, allowed_token_ids=(65, 66))
+    run(served.engine, [*free, bound])
+    assert len(started) == 3

@@ -18,6 +18,7 @@ class Thinker(ByteTokenizer):
 
     special_ids = frozenset({START, END})
     think_markers = (f"<{START}>", f"<{END}>")
+    answer_opening = ""
 
     def decode(self, ids, *, skip_special_tokens=False):
         return super().decode(list(ids))

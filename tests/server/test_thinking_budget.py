@@ -13,6 +13,7 @@ from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine import starting
 from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.thinking import thinking_after, tokens_of_thought
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from tests.conftest import TINY, running_tiny_engine
@@ -202,6 +203,36 @@ def test_prompts_of_tokens_that_end_inside_the_reasoning(server, tokens, never):
         answer = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
         ids = answer["token_ids"]
         assert (ids.index(end) if end in ids else None) == place
+
+
+TURNS = {  # an eos ends the user's turn in ChatML alone
+    "instructions": "[INST] {{ messages[0].content }} [/INST]",
+    "R1, which opens": "<|User|>{{ messages[0].content }}<|Assistant|><think>",
+    "R1, which does not": "<|User|>{{ messages[0].content }}<|Assistant|>",
+    "Gemma": "<turn>user\n{{ messages[0].content }}<end>\n<turn>model\n",
+    "ChatML": "<|im_start|>user\n{{ messages[0].content }}<|im_end|>\n<|im_start|>assistant\n",
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("special", [True, False])
+def test_a_marker_in_a_users_words_is_not_counted(name, special, tmp_path):
+    markers = dict.fromkeys(("<think>", "</think>"), special)
+    tokenizer = tokenizer_with(tmp_path / "t", markers, sampled=True, chat_template=TURNS[name])
+    words = " and some words more that no budget pays"
+    ids = tokenizer.render_chat([{"role": "user", "content": f"What does <think> mean{words}?"}])
+    opens = thinking_after(tokenizer, ids).opened
+
+    def counted(text: str) -> int | None:
+        more = [*ids, *tokenizer.encode_within(text)]
+        return tokens_of_thought(tokenizer, more, tokenizer.eos_token_ids)
+
+    marker = "" if opens else "<think>"
+    assert opens == ("which opens" in name)
+    assert counted("") == (0 if opens else None)
+    assert counted("It is") == (len(tokenizer.encode_within("It is")) if opens else None)
+    assert counted(f"{marker}so far") == len(tokenizer.encode_within("so far"))
+    assert counted(f"{marker}so far</think>ok") is None
 
 
 def test_true_is_no_number(server):

@@ -162,6 +162,13 @@ class PrefixArrivals:
         # what the other's reading has not found is not there
         return not (lacking and other.choices) and self._read(arrival)
 
+    def clear(self) -> None:
+        """Empty the disk. What is being read is of before: who waits for it computes its prompt."""
+        for arrival in self.waiting:
+            if arrival.reading is not None:
+                arrival.reading.given_up = True
+        self.disk.clear()
+
     def keep(self, saves: Iterable[PrefixSave]) -> None:
         """Give what a step has put into the cache to the disk. Its arrays are evaluated."""
         for save in saves:

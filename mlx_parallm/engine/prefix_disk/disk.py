@@ -108,7 +108,10 @@ class DiskThread:
 
     def _main(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # boundary: who waits for the thread waits for what comes next, too
+                log.exception("prefix_disk_failed")
             del work  # it holds arrays
 
 
@@ -126,7 +129,7 @@ class PrefixDisk:
         self.late = 0  # readings that were given up, or failed as a whole
         self._waiting, self._lock = 0, Lock()  # bytes
         self._closed = Event()
-        self._cleared = 0
+        self._cleared = self._emptied = 0  # how often that was asked for, and done
         self._busy_since: float | None = None  # of the part that is being read
         self._reader, self._writer = DiskThread("prefix-reader"), DiskThread("prefix-writer")
         self._writer.do(files.count)
@@ -194,16 +197,21 @@ class PrefixDisk:
             worker.end()
 
     def _clear(self) -> None:
+        asked = self._cleared
         self._busy_since = time.monotonic()  # who waits for the reader waits for this
         try:
             self.files.clear()
+            self._emptied = asked
         finally:
             self._busy_since = None
 
     def _read(self, reading: PrefixReading) -> None:
-        began = self._busy_since = time.monotonic()
+        began = time.monotonic()
         try:
             if not reading.given_up and not self._closed.is_set():
+                if self._emptied != self._cleared:  # it has failed: nothing of before is read
+                    self._clear()
+                self._busy_since = time.monotonic()
                 self._read_blocks(reading)
         except Exception:  # boundary: a prefix that cannot be read is computed
             self.late += 1

@@ -1,20 +1,22 @@
 """Files of keys and values by blocks of tokens, which survive the process. No MLX.
 
-A block is BLOCK tokens of a text; its name is a hash of everything that its numbers depend on: the
-weights, the client's salt, and all tokens of the text up to its end (`block_names`). So a name
+A block is BLOCK tokens of a text; its name is a hash of what it stands for: the weights, the
+client's salt, and all tokens of the text up to its end (`block_names`). Another CPU may compute
+other last bits. So a name
 never means two things, a file is never changed, and processes may share a directory. Each file is
 safetensors; its hash covers name, types, shapes and bytes, so a damaged file is found and removed.
 """
 
 import json
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 from safetensors import SafetensorError
@@ -78,7 +80,7 @@ class BlockFiles:
         self.refused = 0  # files that the disk did not take
         self.unread = 0  # files that are there, and cannot be read
         self._uncounted = 0  # bytes
-        self._lock = Lock()
+        self._lock = RLock()  # of `bytes`, and so that `clear` comes before a write or after
         self._rests_until = 0.0
         self._cleared = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -129,15 +131,15 @@ class BlockFiles:
         path, cleared = self._path(name), self._cleared
         if sum(array.nbytes for array in arrays.values()) > self.max_bytes:
             return False
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may remove it
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            kind = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             os.close(os.open(temporary, kind, 0o600))
             save_file(dict(arrays), temporary, {"hash": _hash_of(name, arrays)})
             size = _size(temporary.stat().st_size)
-            with self._lock:  # `clear` comes before or after
+            with self._lock:
                 if cleared != self._cleared:
                     _unlink(temporary)
                     return False
@@ -176,15 +178,16 @@ class BlockFiles:
 
     def count(self) -> None:
         """Count the files; remove the oldest if they are too many."""
-        files = self._files()
-        self.bytes, self._uncounted = sum(size for _, _, size in files), 0
-        if self.bytes <= self.max_bytes:
-            return
         latest = time.time_ns() + int(AHEAD_S * 1e9)
-        for path, _, size in sorted(files, key=lambda file: file[1] if file[1] < latest else 0):
-            if self.bytes <= ROOM_KEPT * self.max_bytes:
+        with self._lock:
+            files = self._files()
+            self.bytes, self._uncounted = sum(size for _, _, size in files), 0
+            if self.bytes <= self.max_bytes:
                 return
-            self._remove(path, size)
+            for path, _, size in sorted(files, key=lambda file: file[1] if file[1] < latest else 0):
+                if self.bytes <= ROOM_KEPT * self.max_bytes:
+                    return
+                self._remove(path, size)
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / f"{name}.safetensors"
@@ -194,7 +197,7 @@ class BlockFiles:
         processes have left half-written."""
         files = []
         for folder in _entries(self.folder):
-            if not folder.is_dir(follow_symlinks=False) or len(folder.name) != 2:
+            if len(folder.name) != 2 or not _is_folder(folder):
                 continue
             for entry in _entries(folder):
                 try:
@@ -221,7 +224,15 @@ class BlockFiles:
             path.unlink()
         except OSError:
             return  # another process was faster
-        self.bytes = max(0, self.bytes - _size(size))
+        with self._lock:
+            self.bytes = max(0, self.bytes - _size(size))
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:  # some file systems tell the kind only when asked, and fail then
+        return False
 
 
 def _entries(folder: "Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":

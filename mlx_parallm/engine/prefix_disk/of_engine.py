@@ -70,8 +70,9 @@ class DiskPrefixes:
         self._saves = []
 
     def clear(self) -> None:
+        self.forget()
         if self.arrivals is not None:
-            self.arrivals.disk.clear()
+            self.arrivals.clear()
 
     def close(self) -> None:
         if self.arrivals is not None:

@@ -513,6 +513,101 @@ def test_clearing_takes_the_disk_along_and_what_waits_to_be_written(tmp_path):
     assert not files_of(tmp_path)
 
 
+def test_clearing_while_a_prefix_is_read(tmp_path):
+    """Nothing of it gets into the cache that was just emptied."""
+    wanted = answer(started(tmp_path), PROMPT).token_ids
+    served = started(tmp_path)
+    disk = served.engine.on_disk.arrivals.disk
+    for name in ("reads", "waits for it"):
+        item = request(name, PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True)
+        served.engine.add(item)
+    served.engine.on_disk.arrivals.waiting[0].reading.ended.wait()
+    served.engine.reset_prefix_cache()
+    found = run(served.engine, [])
+    assert [found[name].completions[0].token_ids for name in found] == [wanted] * 2
+    assert found["reads"].completions[0].cached_tokens == served.engine.on_disk.hit_tokens == 0
+    disk.settle()
+
+
+def test_an_error_of_the_disk_ends_no_thread_and_brings_nothing_back(tmp_path, monkeypatch):
+    """Of counting at the start, and of clearing: until that is done nothing is read."""
+    wanted = answer(started(tmp_path), PROMPT).token_ids
+    failed = []
+
+    def fails(files):
+        failed.append(1)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "count", fails)
+        patch.setattr(BlockFiles, "clear", fails)
+        served = started(tmp_path)
+        disk = served.engine.on_disk.arrivals.disk
+        served.engine.reset_prefix_cache()
+        assert answer(served, PROMPT).token_ids == wanted
+        assert len(failed) == 3 and served.engine.on_disk.failed_reads == 1
+        assert served.engine.on_disk.hit_tokens == 0 and not disk.hangs
+        assert disk._reader._thread.is_alive() and disk._writer._thread.is_alive()
+    served.engine.scheduler.forget_prefixes()
+    assert answer(served, PROMPT).cached_tokens == 0, "what is removed now"
+    served.engine.scheduler.forget_prefixes()
+    assert answer(served, PROMPT).cached_tokens == 288, "and written again"
+
+
+def test_a_folder_of_unknown_kind_is_passed_over(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, 1 << 26)
+    assert files.write("ab12", {"0.float32": np.zeros(8, np.float32)})
+    entries = files_module._entries
+
+    def stale(follow_symlinks=True):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    broken = SimpleNamespace(name="zz", is_dir=stale)
+    monkeypatch.setattr(
+        files_module,
+        "_entries",
+        lambda folder: entries(folder) + ([broken] if folder == tmp_path else []),
+    )
+    files.count()
+    assert files.bytes == 4096
+    files.clear()
+    assert not files_of(tmp_path)
+
+
+def test_processes_of_one_number_write_beside_each_other(tmp_path, monkeypatch):
+    """Two containers that share a volume may both have the number 7."""
+    one, other = (BlockFiles(tmp_path, 1 << 26) for _ in range(2))
+    values, save = {"0.float32": np.zeros(8, np.float32)}, files_module.save_file
+
+    def saved(arrays, path, metadata):
+        save(arrays, path, metadata)
+        if files_module.save_file is saved:
+            monkeypatch.undo()
+            assert other.write("ab12", values)
+
+    monkeypatch.setattr(files_module, "save_file", saved)
+    assert one.write("ab12", values) and not one.refused
+    assert one.read("ab12") is not None and len(files_of(tmp_path)) == 1
+
+
+def test_a_count_brings_no_stale_total_back(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, 1 << 26)
+    assert files.write("ab12", {"0.float32": np.zeros(8, np.float32)})
+    clearing, listed = Thread(target=files.clear), files._files
+
+    def slow():
+        found = listed()
+        if current_thread() is not clearing:
+            clearing.start()
+            clearing.join(0.05)  # which waits for the count
+        return found
+
+    monkeypatch.setattr(files, "_files", slow)
+    files.count()
+    clearing.join()
+    assert files.bytes == 0 and not files_of(tmp_path)
+
+
 def test_an_abort_while_it_reads_and_a_memory_that_is_too_small(tmp_path):
     answer(started(tmp_path), PROMPT)
     served = started(tmp_path)
