@@ -13,12 +13,16 @@ class MarkedTokenizer(Protocol):
     @property
     def think_markers(self) -> tuple[str, str] | None: ...
 
-    @property
-    def answer_opening(self) -> str: ...
-
     def encode_within(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class TurnsTokenizer(MarkedTokenizer, Protocol):
+    """It also knows how the chat template opens an answer."""
+
+    @property
+    def answer_opening(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def thinking_after(tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int]) 
 
 
 def tokens_of_thought(
-    tokenizer: MarkedTokenizer, prompt_token_ids: Sequence[int], eos_token_ids: Collection[int]
+    tokenizer: TurnsTokenizer, prompt_token_ids: Sequence[int], eos_token_ids: Collection[int]
 ) -> int | None:
     """Count the prompt's tokens behind its last start of reasoning (vLLM's `thinking_token_budget`
     counts them). None: no reasoning has begun, or it has ended, or the turn in which it stood.

@@ -197,11 +197,11 @@ class PrefixDisk:
             worker.end()
 
     def _clear(self) -> None:
-        asked = self._cleared
+        serial = self._cleared
         self._busy_since = time.monotonic()  # who waits for the reader waits for this
         try:
             self.files.clear()
-            self._emptied = asked
+            self._emptied = serial
         finally:
             self._busy_since = None
 
