@@ -7,6 +7,7 @@ door in `attention.py`, sums over many numbers in `sums.py`.
     exp_minus, exp2_minus, row_maxima   over logits and attention's scores
     fused, as_data                      many operations in one loop, for one call
     as_one                              a few operations on numbers, one for a GPU to start
+    constant                            a number that such operations take, made once
     use_fast_swiglu, use_fast_rope      layers of a model, changed in place
     use_few_rows, few_rows_here         float32 products of few rows, for the whole process
     use_unpacking, unpacks              quantised layers, changed in place
@@ -15,6 +16,7 @@ door in `attention.py`, sums over many numbers in `sums.py`.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import cast
 
 import mlx.core as mx
@@ -50,3 +52,11 @@ def as_one(function: Callable[..., mx.array], *, any_shape: bool = True) -> Call
         return cast("mx.array", (function if on_cpu() else compiled)(*arrays))
 
     return called
+
+
+@lru_cache(maxsize=64)
+def constant(value: float, dtype: mx.Dtype) -> mx.array:
+    """Return the number as an evaluated array [] that is made once."""
+    number = mx.array(value, dtype)
+    mx.eval(number)
+    return number

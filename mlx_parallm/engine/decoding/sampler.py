@@ -13,7 +13,6 @@ log-probability of the distribution that was really drawn from beside it.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,7 +22,7 @@ from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.ops import as_one, exp_minus, row_maxima
+from mlx_parallm.models.ops import as_one, constant, exp_minus, row_maxima
 from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import SamplingParams, TopLogprob
@@ -70,21 +69,13 @@ class BlockedLogits:
         of_blocks = self.logits.reshape(rows, blocks, -1)
         block = _drawn_block(self.masses, keys[:, :2])
         logits = mx.take_along_axis(of_blocks, block[:, None, None], axis=1).squeeze(1)
-        return _place_of(block, _drawn(logits, keys[:, 2:]), _number(logits.shape[-1]))
+        return _place_of(block, _drawn(logits, keys[:, 2:]), constant(logits.shape[-1], mx.int32))
 
 
 def block_size(vocab: int) -> int:
     """How many tokens a block has: 128, or fewer if then no block is short."""
     size = math.gcd(vocab, BLOCK)
     return size if size >= LEAST_BLOCK else BLOCK
-
-
-@lru_cache(maxsize=8)
-def _number(count: int) -> mx.array:
-    """[] int32, evaluated."""
-    number = mx.array(count, mx.int32)
-    mx.eval(number)
-    return number
 
 
 @as_one

@@ -8,17 +8,19 @@ merged.
 One adapter that all rows use is used as it was published: y + scale · (xA)B, no copy, and with DoRA
 times each output's `gain` (dora.py). Rows with several, or of which some have none, use the copies
 of a stack (stack.py): `gather_mm` multiplies each row with its own, so a row's sums hold nothing of
-other rows' adapters: their NaN stays with them. Measured on CPU (docs/benchmarks/serving.md), that
+other rows' adapters: their NaN stays with them. A row whose adapter lacks the layer, or that has
+none, keeps y: 0 times an infinite x would be NaN. Measured on CPU (docs/benchmarks/serving.md), that
 beats a product per adapter and all adapters side by side. A decode step of several rows on the CPU
 takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by the
 arrays' alignment, and then waits for them (0.09 ms a layer instead of 0.02).
 
 Layers that read one array are a group: the first of them computes xA for all, and they share it
-while they are given the very same object. Which these are is seen in the first forward.
+while they are given the very same object. Which these are is seen in the first forward, where its
+numbers are compared too: MLX's in-place operators keep the object and change what it holds. A model
+that changed an array between two layers in later forwards only would be served wrongly.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +30,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
 from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, RowPlaces
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
-from mlx_parallm.models.ops import as_one
+from mlx_parallm.models.ops import as_one, constant
 from mlx_parallm.system.device.traits import multiplies_rows_alone
 
 
@@ -72,19 +74,24 @@ class LoraContext:
         self.stack = AdapterStack()
         self.experts: mx.array | None = None  # [..., k] of the block of experts that runs
         self.leaders: dict[str, str] = {}  # layer → the first that reads the same array
-        self._last: tuple[mx.array, str] | None = None  # the last of those that were seen
+        # the last of those that were seen, with what it held
+        self._last: tuple[mx.array, mx.array, str] | None = None
         self._reduced: _Reduced | None = None
-        self._wide: tuple[mx.array, mx.array] | None = None  # the last x in half precision
+        # the last x in half precision, the first layer that read it, and its cast
+        self._wide: tuple[mx.array, str, mx.array] | None = None
         self._turn = 0
         # [batch] uint32 of 0, where several rows are multiplied one by one
         self.all_first: mx.array | None = None
 
-    def expect(self, slots: Sequence[AdapterSlot | None]) -> None:
-        """Bring up to date what several forwards will read that are built before one is evaluated:
-        a later write would copy the arrays that an earlier one reads."""
-        distinct = _distinct(slots)
-        if len(distinct) > 1:
-            self.stack.hold(distinct, self._turn, self.leaders, experts=True)
+    def expect(self, forwards: Sequence[Sequence[AdapterSlot | None]]) -> None:
+        """Bring up to date what several forwards, each of these rows, will read of the stack that
+        are built before one is evaluated: a later write would copy the arrays that an earlier one
+        reads."""
+        mixed = [slots for slots in forwards if _is_mixed(slots)]
+        if mixed:
+            experts = any(len(_distinct(slots)) > 1 for slots in mixed)
+            distinct = _distinct([slot for slots in mixed for slot in slots])
+            self.stack.hold(distinct, self._turn, self.leaders, experts=experts)
 
     def activate(self, slots: Sequence[AdapterSlot | None]) -> None:
         """The adapter of each row of the next forward."""
@@ -102,7 +109,7 @@ class LoraContext:
                 self.all_first = mx.zeros((self.batch,), dtype=mx.uint32) if alone else None
             if None in slots:
                 self.masked = mx.array([slot is not None for slot in slots])
-        if len(distinct) > 1 or self.masked is not None:
+        if _is_mixed(slots):
             several = len(distinct) > 1
             places = self.stack.hold(distinct, self._turn, self.leaders, experts=several)
             entries = [0 if slot is None else places[slot] for slot in slots]
@@ -112,10 +119,14 @@ class LoraContext:
             self.rows = None
 
     def see(self, path: str, x: mx.array) -> None:
-        """Note that the layer reads x, the first time that it is called."""
-        if self._last is None or self._last[0] is not x:
-            self._last = x, path
-        self.leaders[path] = self._last[1]
+        """Note that the layer reads x, the first time that it is called. Evaluates x."""
+        if (
+            self._last is None
+            or self._last[0] is not x
+            or not mx.array_equal(self._last[1], x, equal_nan=True).item()
+        ):
+            self._last = x, mx.array(x), path
+        self.leaders[path] = self._last[2]
 
     def stacked_update(self, path: str, x: mx.array) -> mx.array | None:
         """Return what is added to the layer's y, [B, T, out] float32; None: nothing."""
@@ -130,11 +141,18 @@ class LoraContext:
             self._reduced = None  # it would keep x
         return reduced.update_of(path)
 
-    def widened(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Return x in this dtype, one array for all layers that are called with it in turn."""
-        if self._wide is None or self._wide[0] is not x:
-            self._wide = x, x.astype(dtype)
-        return self._wide[1]
+    def widened(self, path: str, x: mx.array) -> mx.array:
+        """Return x in float32, one array for all layers of a group that are called with it in
+        turn."""
+        leader = self.leaders[path]
+        if self._wide is None or self._wide[0] is not x or self._wide[1] != leader:
+            self._wide = x, leader, x.astype(mx.float32)
+        return self._wide[2]
+
+    def without(self, path: str) -> mx.array | None:
+        """Return which rows have no adapter of the layer, [B, 1, 1] bool; None: all have one."""
+        assert self.rows is not None
+        return self.rows.among(self.stack.groups[path].without[path])
 
     def row_by_row(self, x: mx.array, a: mx.array) -> mx.array:
         """xA of the one adapter, row by row where that is a decode step's: x [B, ..., in], a [in,
@@ -169,15 +187,17 @@ def _added_times(y: mx.array, update: mx.array, scale: mx.array) -> mx.array:
     return (y + scale * update).astype(y.dtype)
 
 
-@lru_cache(maxsize=64)
-def _number(value: float) -> mx.array:
-    number = mx.array(value, mx.float32)
-    mx.eval(number)
-    return number
+@as_one
+def _added_beside(y: mx.array, update: mx.array, without: mx.array) -> mx.array:
+    return mx.where(without, y, (y + update).astype(y.dtype))
 
 
 def _distinct(slots: Sequence[AdapterSlot | None]) -> list[AdapterSlot]:
     return list(dict.fromkeys(slot for slot in slots if slot is not None))
+
+
+def _is_mixed(slots: Sequence[AdapterSlot | None]) -> bool:
+    return len({*slots}) > 1
 
 
 class _Served(nn.Module):
@@ -218,18 +238,23 @@ class ServedLinear(_Served):
         if context.rows is not None:
             if (update := context.stacked_update(path, x)) is None:
                 return y
+            without, rows = context.without(path), y.reshape(update.shape)
             if (gains := context.stack.groups[path].gains.get(path)) is None:
-                return _added(y, update.reshape(y.shape))
+                if without is None:
+                    return _added(y, update.reshape(y.shape))
+                return _added_beside(rows, update, without).reshape(y.shape)
             factors = gains.array[context.rows.array][:, None]
-            updated = scaled(y.reshape(update.shape) + update, factors, linear)
-            return updated.reshape(y.shape).astype(y.dtype)
+            updated = scaled(rows + update, factors, linear).astype(y.dtype)
+            if without is not None:
+                updated = mx.where(without, rows, updated)
+            return updated.reshape(y.shape)
         if (pair := context.pairs.get(path)) is None:
             return y
         if x.dtype != pair.a.dtype:
-            x = context.widened(x, pair.a.dtype)
+            x = context.widened(path, x)
         reduced = x @ pair.a if context.all_first is None else context.row_by_row(x, pair.a)
         if y.dtype != pair.b.dtype and pair.gain is None:
-            return _added_times(y, reduced @ pair.b, _number(pair.scale))
+            return _added_times(y, reduced @ pair.b, constant(pair.scale, mx.float32))
         updated = mx.addmm(y, reduced, pair.b, pair.scale)
         if pair.gain is not None:
             updated = scaled(updated, pair.gain, linear)
@@ -257,9 +282,11 @@ class ServedSwitchLinear(_Served):
             return y
         arrays = group.a.array, group.b[self._path].array
         a, b = (array.reshape(-1, *array.shape[2:]) for array in arrays)
-        slots = context.rows.array[context.rows_of(indices, sorted_indices=sorted_indices)]
-        places = slots * arrays[0].shape[1] + indices
-        return (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
+        rows = context.rows_of(indices, sorted_indices=sorted_indices)
+        places = context.rows.array[rows] * arrays[0].shape[1] + indices
+        updated = (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
+        without = context.without(self._path)
+        return updated if without is None else mx.where(without[rows], y, updated)
 
 
 class _ServedSwitch:

@@ -31,6 +31,14 @@ class RowPlaces:
         self.entries = list(entries)
         self.array = mx.array(self.entries, dtype=mx.uint32)
         self._places: dict[tuple[int, ...], tuple[mx.array, mx.array]] = {}
+        self._among: dict[frozenset[int], mx.array | None] = {}
+
+    def among(self, entries: frozenset[int]) -> mx.array | None:
+        """Return which rows have one of these entries, [B, 1, 1] bool; None: no row."""
+        if entries not in self._among:
+            rows = [entry in entries for entry in self.entries]
+            self._among[entries] = mx.array(rows)[:, None, None] if any(rows) else None
+        return self._among[entries]
 
     def of_inputs(self, count: int) -> tuple[mx.array, mx.array]:
         """Return the indices into x [B] and into A, of xA of `count` layers: by layers, then by
@@ -61,18 +69,15 @@ class Entries:
         self,
         make: Callable[[AdapterWeights | None], Parts],
         adapters: Sequence[AdapterWeights],
-        room: int,
     ) -> None:
         self._make = make
         none = make(None)
         self._parts = len(none)
         self.array = mx.stack([*none, *(part for each in adapters for part in make(each))])
-        self.grow(room)
 
     def grow(self, count: int) -> None:
-        if count:
-            more = mx.zeros((count * self._parts, *self.array.shape[1:]))
-            self.array = mx.concatenate([self.array, more])
+        more = mx.zeros((count * self._parts, *self.array.shape[1:]))
+        self.array = mx.concatenate([self.array, more])
 
     def write(self, entry: int, adapter: AdapterWeights) -> None:
         """MLX writes in place: nothing else holds the array once the last step has been
@@ -89,44 +94,49 @@ class LayerGroup:
     experts [entries, experts, in, r] and [entries, experts, r, out]. r is the largest rank; what an
     adapter lacks is zero. `members`: path → the layers that share its `b`, by their places in
     `paths`. `gains`: path → [entries, out] of DoRA adapters; 1 for the others, which changes no bit
-    of their rows.
+    of their rows. `without`: path → the entries of adapters that lack the layer, and 0. `entries`:
+    all arrays.
     """
 
-    def __init__(
-        self, paths: tuple[str, ...], adapters: Sequence[AdapterWeights], room: int
-    ) -> None:
+    def __init__(self, paths: tuple[str, ...], adapters: Sequence[AdapterWeights]) -> None:
         self.paths = paths
         pairs = [(path, a.layers[path]) for a in adapters for path in paths if path in a.layers]
         self._rank = rank = max(pair.a.shape[-1] for _, pair in pairs)
         *experts, inputs, _ = pairs[0][1].a.shape
         widths = {path: pair.b.shape[-1] for path, pair in pairs}
         shape = (*experts, inputs, rank) if experts else (rank, inputs)
-        self.a = Entries(partial(_a_parts, paths, shape), adapters, room)
+        self.a = Entries(partial(_a_parts, paths, shape), adapters)
         self.b: dict[str, Entries] = {}
         self.members: dict[str, tuple[int, ...]] = {}
         for width in dict.fromkeys(widths[path] for path in paths):
             alike = tuple(path for path in paths if widths[path] == width)
-            b = Entries(partial(_b_parts, alike, (*experts, rank, width)), adapters, room)
+            b = Entries(partial(_b_parts, alike, (*experts, rank, width)), adapters)
             self.b |= dict.fromkeys(alike, b)
             self.members |= dict.fromkeys(alike, tuple(paths.index(path) for path in alike))
         scaled = dict.fromkeys(path for path, pair in pairs if pair.gain is not None)
         self.gains = {
-            path: Entries(partial(_gain_parts, path, widths[path]), adapters, room)
-            for path in scaled
+            path: Entries(partial(_gain_parts, path, widths[path]), adapters) for path in scaled
         }
-        self._arrays = list(dict.fromkeys([self.a, *self.b.values(), *self.gains.values()]))
+        self.without = {
+            path: frozenset({0, *(i for i, a in enumerate(adapters, 1) if path not in a.layers)})
+            for path in paths
+        }
+        self.entries = list(dict.fromkeys([self.a, *self.b.values(), *self.gains.values()]))
 
     def takes(self, path: str, pair: LoraPair) -> bool:
         """Whether there is room for this part of an adapter."""
         return pair.a.shape[-1] <= self._rank and (pair.gain is None or path in self.gains)
 
     def grow(self, count: int) -> None:
-        for each in self._arrays:
+        for each in self.entries:
             each.grow(count)
 
     def write(self, entry: int, adapter: AdapterWeights) -> None:
-        for each in self._arrays:
+        for each in self.entries:
             each.write(entry, adapter)
+        for path, without in self.without.items():
+            lacks = path not in adapter.layers
+            self.without[path] = without | {entry} if lacks else without - {entry}
 
 
 @dataclass
@@ -166,8 +176,8 @@ class AdapterStack:
         *,
         experts: bool,
     ) -> dict[AdapterSlot, int]:
-        """Bring the entries of these adapters up to date, and return their places. Builds a graph,
-        evaluates nothing.
+        """Bring the entries of these adapters up to date, and return their places. Starts what
+        it writes: what no forward reads would keep the adapters that it was written from.
 
         Args:
             leaders: of each layer the first one that reads the same array, as far as it is known.
@@ -189,6 +199,9 @@ class AdapterStack:
                 held[slot].weights = slot.weights
                 for group in dict.fromkeys(self.groups.values()):
                     group.write(held[slot].place, slot.weights)
+        if changed or held is not self._entries:
+            groups = dict.fromkeys(self.groups.values())
+            mx.async_eval([each.array for group in groups for each in group.entries])
         for slot in slots:
             self._entries[slot].used = turn
         return {slot: self._entries[slot].place for slot in slots}
@@ -220,7 +233,7 @@ class AdapterStack:
             together.setdefault(leaders.get(path, path), []).append(path)
         self.groups = {}
         for paths in together.values():
-            self.groups |= dict.fromkeys(paths, LayerGroup(tuple(paths), adapters, room=0))
+            self.groups |= dict.fromkeys(paths, LayerGroup(tuple(paths), adapters))
 
     def _find_places(self, slots: list[AdapterSlot]) -> None:
         taken = {entry.place for entry in self._entries.values()}
