@@ -1,11 +1,15 @@
 """The configuration tree: strict, with errors that say what would be right."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import tomli
+from pydantic import ValidationError
 
 from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.config.number_fields import TRUTH_COUNTS, NumberFields
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 
@@ -187,3 +191,41 @@ def test_a_run_is_never_its_own_teacher(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="would learn from itself"):
             config(teacher, "mine")
         config(teacher, "another")
+
+
+def test_true_is_no_number_in_any_collection() -> None:
+    class Held(NumberFields):
+        of_tuple: tuple[int, ...] = ()
+        fixed: tuple[str, float] | None = None
+        sequence: Sequence[int] = ()
+        numbers: set[int] | frozenset[int] = set()
+        mapping: Mapping[str, int] = {}
+        nested: Mapping[str, tuple[list[float], ...]] = {}
+        scores: tuple[Annotated[float, TRUTH_COUNTS], ...] = ()
+        switches: tuple[int | bool, ...] | list[str] = ()
+        anything: Sequence[Any] = ()
+
+    refused: dict[str, Any] = {
+        "of_tuple": [2, True],
+        "fixed": ["a", False],
+        "sequence": (1, False),
+        "numbers": {True},
+        "mapping": {"a": True},
+        "nested": {"a": [[1.0], [True]]},
+    }
+    for name, value in refused.items():
+        with pytest.raises(ValidationError, match="a number is wanted, not true or false"):
+            Held(**{name: value})
+    taken = {"scores": [True], "switches": [True, 2], "anything": [True], "of_tuple": [1, 2]}
+    assert Held(**taken).model_dump(include={*taken}) == {
+        name: tuple(value) if name != "anything" else value for name, value in taken.items()
+    }
+    for name, data in (
+        ("layers", {"rl_training": {"lora": {"layers": [True, 4]}}}),
+        (
+            "reward_weights",
+            {"environments": [{"kind": "tasks", "name": "sum", "reward_weights": [True]}]},
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}.*not true or false"):
+            parse_config(data)

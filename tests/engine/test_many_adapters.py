@@ -7,6 +7,7 @@ The twin of an adapter is a plain mlx-lm tree with scale · (AB)ᵀ added to its
 import copy
 import re
 from dataclasses import replace
+from io import StringIO
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,9 +18,10 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
-from mlx_parallm.models.adapters.stack import STACK_LIFETIME, Entries
+from mlx_parallm.models.adapters.stack import STACK_LIFETIME, AdapterStack, Entries
 from mlx_parallm.models.lora import linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from tests.active_memory import active_memory
 from tests.engine.helpers import (
     Served,
@@ -376,6 +378,133 @@ def test_layers_share_the_product_of_the_array_that_they_were_given_together() -
                 assert mx.allclose(got[row], plain[row] + added, atol=1e-4)
     assert set(context.leaders.values()) == {names[0]}
     assert context.stack.groups[names[2]].paths == tuple(names)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 0], [0, 1], [0, None]])
+def test_layers_share_no_array_that_changes_in_place_between_them(
+    rows: list[int | None], dtype: mx.Dtype
+) -> None:
+    served = serve(qwen3_model())
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    layers = [copy.deepcopy(served.layers[name]) for name in names]
+    for layer in layers:
+        layer.set_dtype(dtype)
+    context = LoraContext()
+    q, k, v = (
+        ServedLinear(layer, name, context) for layer, name in zip(layers, names, strict=True)
+    )
+    adapters = [random_adapter(served, seed) for seed in (1, 2)]
+    slots = [slot(str(index), each) for index, each in enumerate(adapters)]
+    for _ in range(3):
+        context.activate([None if row is None else slots[row] for row in rows])
+        x = mx.random.normal((2, 3, 64), key=mx.random.key(0)).astype(dtype)
+        got, held = [q(x)], [x * 1]
+        x += 1
+        got += [k(x), v(x)]
+        held += [x * 1] * 2
+        for name, layer, y, array in zip(names, layers, got, held, strict=True):
+            for row, index in enumerate(rows):
+                wanted = layer(array)[row]
+                if index is not None:
+                    pair = adapters[index][name]
+                    wanted = wanted + pair.scale * (array[row] @ pair.a) @ pair.b
+                assert mx.allclose(y[row], wanted, rtol=2e-2, atol=2e-2), name
+    assert [context.leaders[name] for name in names] == [names[0], names[1], names[1]]
+
+
+def written(context: LoraContext) -> int:
+    """Return how many writes of the stack have not been started."""
+    text = StringIO()
+    arrays = [each.array for group in context.stack.groups.values() for each in group.entries]
+    mx.export_to_dot(text, *arrays)
+    return text.getvalue().count("SliceUpdate")
+
+
+def test_publishes_leave_nothing_unevaluated_of_a_layer_that_no_forward_calls() -> None:
+    context = LoraContext()
+    slots = [slot(name, {"x": LoraPair(mx.ones((3, 2)), mx.ones((2, 4)), 1.0)}) for name in "ab"]
+    for version in range(300):
+        slots[0].weights = AdapterWeights(
+            "a", version, {"x": LoraPair(mx.full((3, 2), version), mx.ones((2, 4)), 1.0)}
+        )
+        context.activate(slots)
+    assert written(context) == 0
+    assert context.stack.groups["x"].a.array[:, 0, 0].tolist() == [0, 299, 1]
+
+
+def test_adapters_that_no_forward_mixes_are_not_copied() -> None:
+    """A prompt under one, rows under another; then a prompt beside rows that are mixed."""
+    context = LoraContext()
+    pair = LoraPair(mx.ones((3, 2)), mx.ones((2, 4)), 1.0)
+    a, b = (slot(name, {"x": pair}) for name in "ab")
+    context.expect([[a, a], [b], [None]])
+    assert not context.stack.groups
+    context.expect([[a], [b, None]])
+    assert context.stack.groups["x"].a.array.shape[0] == 2
+    context.expect([[a, b], [None]])
+    assert context.stack.groups["x"].a.array.shape[0] == 3
+
+
+def test_a_step_expects_each_forward_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    noted(monkeypatch, log, AdapterStack, "hold")
+    served = serve(qwen3_model(), prefill_chunk=16, max_rows=2)
+    for seed, name in enumerate("ab"):
+        served.weights.add_adapter(name, random_adapter(served, seed))
+    served.engine.add(greedy("a", [1, 2, 3], "a", 60))
+    served.engine.step()
+    served.engine.add(greedy("b", [*range(1, 40)], "b", 2))
+    served.engine.step()
+    served.engine.step()
+    assert not log, "a prompt under b, a row under a"
+    collect(served.engine)
+    assert log, "rows under both"
+
+
+def test_a_dora_adapter_that_joins_a_stack_without_one_keeps_its_gain() -> None:
+    served = serve(qwen3_model())
+    path = "model.layers.0.self_attn.q_proj"
+    context, layer = LoraContext(), served.layers[path]
+    adapted = ServedLinear(layer, path, context)
+    pairs = [random_adapter(served, seed)[path] for seed in (1, 2, 3)]
+    slots = [slot(str(index), {path: pair}) for index, pair in enumerate(pairs)]
+    gain = mx.linspace(0.5, 1.5, layer.weight.shape[0])
+    x = mx.random.normal((2, 3, 64), key=mx.random.key(0))
+    context.activate([*slots[:2], slots[2]])
+    context.activate(slots[:2])
+    slots[1].weights = AdapterWeights("1", 1, {path: replace(pairs[1], gain=gain)})
+    context.activate(slots[:2])
+    got = adapted(x)
+    for row, factor in ((0, 1.0), (1, gain)):
+        wanted = (layer(x[row]) + (x[row] @ pairs[row].a) @ pairs[row].b) * factor
+        assert mx.allclose(got[row], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dora"),
+    [("", mx.float16, False), ("", mx.float32, True), (GPU_LIKE, mx.float16, False)],
+)
+def test_a_row_without_an_adapter_keeps_what_an_infinite_x_gives(
+    device: str, dtype: mx.Dtype, dora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 · ∞ is NaN: neither a row of the base, nor one whose adapter lacks the layer, is multiplied
+    with zeros."""
+    monkeypatch.setenv(DEVICE_VARIABLE, device)
+    context, layer = LoraContext(), nn.Linear(4, 3, bias=False)
+    layer.weight = mx.ones((3, 4), dtype)
+    adapted = ServedLinear(layer, "x", context)
+    pair = LoraPair(mx.ones((4, 2)), mx.ones((2, 3)), 1.0, gain=mx.ones(3) if dora else None)
+    one, other = slot("a", {"x": pair}), slot("b", {"y": pair})
+    x = mx.ones((3, 2, 4), dtype)
+    x[:, 1, 0] = mx.inf
+    plain = layer(x)
+    assert mx.isinf(plain[:, 1]).all().item()
+    for rows in ([one, None, other], [one, None, None], [one, other, other]):
+        context.activate(rows)
+        got = adapted(x)
+        assert got.dtype == dtype and mx.array_equal(got[1:], plain[1:])
+        assert not mx.array_equal(got[0, 0], plain[0, 0])
 
 
 def noted(patch: pytest.MonkeyPatch, log: list[str], kind: type, name: str) -> None:
