@@ -198,9 +198,9 @@ def test_true_is_no_number_in_any_collection() -> None:
         of_tuple: tuple[int, ...] = ()
         fixed: tuple[str, float] | None = None
         sequence: Sequence[int] = ()
-        numbers: set[int] | frozenset[int] = set()
-        mapping: Mapping[str, int] = {}
-        nested: Mapping[str, tuple[list[float], ...]] = {}
+        numbers: set[int] | frozenset[int] = frozenset()
+        mapping: Mapping[str, int] | None = None
+        nested: Mapping[str, tuple[list[float], ...]] | None = None
         scores: tuple[Annotated[float, TRUTH_COUNTS], ...] = ()
         switches: tuple[int | bool, ...] | list[str] = ()
         anything: Sequence[Any] = ()

@@ -9,10 +9,11 @@ One adapter that all rows use is used as it was published: y + scale · (xA)B, n
 times each output's `gain` (dora.py). Rows with several, or of which some have none, use the copies
 of a stack (stack.py): `gather_mm` multiplies each row with its own, so a row's sums hold nothing of
 other rows' adapters: their NaN stays with them. A row whose adapter lacks the layer, or that has
-none, keeps y: 0 times an infinite x would be NaN. Measured on CPU (docs/benchmarks/serving.md), that
-beats a product per adapter and all adapters side by side. A decode step of several rows on the CPU
-takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by the
-arrays' alignment, and then waits for them (0.09 ms a layer instead of 0.02).
+none, keeps y: 0 times an infinite x would be NaN. Measured on CPU
+(docs/benchmarks/serving.md), that beats a product per adapter and all adapters side by side. A
+decode step of several rows on the CPU takes xA row by row for one adapter too: MKL splits so narrow
+a product among its threads, by the arrays' alignment, and then waits for them (0.09 ms a layer
+instead of 0.02).
 
 Layers that read one array are a group: the first of them computes xA for all, and they share it
 while they are given the very same object. Which these are is seen in the first forward, where its
@@ -149,11 +150,6 @@ class LoraContext:
             self._wide = x, leader, x.astype(mx.float32)
         return self._wide[2]
 
-    def without(self, path: str) -> mx.array | None:
-        """Return which rows have no adapter of the layer, [B, 1, 1] bool; None: all have one."""
-        assert self.rows is not None
-        return self.rows.among(self.stack.groups[path].without[path])
-
     def row_by_row(self, x: mx.array, a: mx.array) -> mx.array:
         """xA of the one adapter, row by row where that is a decode step's: x [B, ..., in], a [in,
         r]."""
@@ -236,18 +232,8 @@ class ServedLinear(_Served):
         if path not in context.leaders:
             context.see(path, x)
         if context.rows is not None:
-            if (update := context.stacked_update(path, x)) is None:
-                return y
-            without, rows = context.without(path), y.reshape(update.shape)
-            if (gains := context.stack.groups[path].gains.get(path)) is None:
-                if without is None:
-                    return _added(y, update.reshape(y.shape))
-                return _added_beside(rows, update, without).reshape(y.shape)
-            factors = gains.array[context.rows.array][:, None]
-            updated = scaled(rows + update, factors, linear).astype(y.dtype)
-            if without is not None:
-                updated = mx.where(without, rows, updated)
-            return updated.reshape(y.shape)
+            update = context.stacked_update(path, x)
+            return y if update is None else self._updated(y, update, context.rows)
         if (pair := context.pairs.get(path)) is None:
             return y
         if x.dtype != pair.a.dtype:
@@ -259,6 +245,21 @@ class ServedLinear(_Served):
         if pair.gain is not None:
             updated = scaled(updated, pair.gain, linear)
         return updated.astype(y.dtype)
+
+    def _updated(self, y: mx.array, update: mx.array, places: RowPlaces) -> mx.array:
+        """Return y with a stack's update [B, T, out] of the rows that have one."""
+        context, rows = self._context, y.reshape(update.shape)
+        group = context.stack.groups[self._path]
+        without = places.among(group.without[self._path])
+        if (gains := group.gains.get(self._path)) is not None:
+            factors = gains.array[places.array][:, None]
+            updated = scaled(rows + update, factors, self["linear"]).astype(y.dtype)
+            updated = updated if without is None else mx.where(without, rows, updated)
+        elif without is None:
+            updated = _added(rows, update)
+        else:
+            updated = _added_beside(rows, update, without)
+        return updated.reshape(y.shape)
 
 
 class ServedSwitchLinear(_Served):
@@ -285,7 +286,7 @@ class ServedSwitchLinear(_Served):
         rows = context.rows_of(indices, sorted_indices=sorted_indices)
         places = context.rows.array[rows] * arrays[0].shape[1] + indices
         updated = (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
-        without = context.without(self._path)
+        without = context.rows.among(group.without[self._path])
         return updated if without is None else mx.where(without[rows], y, updated)
 
 
