@@ -172,11 +172,13 @@ class Sources:
 
 
 def together(numbers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of all: those of one name are added, tables of one name joined."""
+    """Return the numbers of all: those of one name are added, in tables too."""
     total: dict[str, Any] = {}
     for key, value in (item for each in numbers for item in each.items()):
         is_table = isinstance(value, Mapping)
-        total[key] = total.get(key, {}) | value if is_table else total.get(key, 0) + value
+        total[key] = (
+            together([total.get(key, {}), value]) if is_table else total.get(key, 0) + value
+        )
     return total
 
 

@@ -18,15 +18,14 @@ import statistics
 from collections.abc import Iterator
 
 from mlx_parallm.config.environment import AdaptiveConfig
-from mlx_parallm.environments.curriculum import draws
-from mlx_parallm.environments.curriculum.draws import RowDraws
+from mlx_parallm.environments.curriculum.draws import SHARPNESS, RowDraws
 
 GROUP, GROUPS_A_STEP, TAUGHT = 8, 2, 260.0
 OWN, ALL = 0.25, 0.004
 KINDS = {
     "60 % hopeless, 20 % solved": (180, 60, 60),
     "the same of 3,000": (1800, 600, 600),
-    "a quarter each": (75, 150, 75),
+    "half learnable, a quarter each of the others": (75, 150, 75),
     "90 % hopeless": (270, 15, 15),
 }
 
@@ -43,13 +42,18 @@ def epochs(rows: int, rng: random.Random) -> Iterator[int]:
         yield from rng.sample(range(rows), rows)
 
 
-def groups_needed(counts: tuple[int, int, int], way: str, seed: int) -> int:
+def groups_needed(counts: tuple[int, int, int], way: str, seed: int, power: float) -> int:
     """Play until enough is taught: `way` is uniform, oracle or adaptive."""
     rng = random.Random(seed)
     logits, risen, taught = rates(counts, rng), 0.0, 0.0
     rows = len(logits)
     adaptive = RowDraws(
-        way, list(map(str, range(rows))), AdaptiveConfig(), group_size=GROUP, seed=seed
+        way,
+        list(map(str, range(rows))),
+        AdaptiveConfig(),
+        group_size=GROUP,
+        seed=seed,
+        sharpness=power,
     )
     order = epochs(counts[1] if way == "oracle" else rows, rng)
     for first in itertools.count(0, GROUPS_A_STEP):
@@ -71,13 +75,13 @@ def groups_needed(counts: tuple[int, int, int], way: str, seed: int) -> int:
     raise AssertionError("itertools.count ends never")
 
 
-def needed(counts: tuple[int, int, int], way: str, seeds: int) -> float:
-    return statistics.fmean(groups_needed(counts, way, seed) for seed in range(seeds))
+def needed(counts: tuple[int, int, int], way: str, seeds: int, power: float = SHARPNESS) -> float:
+    return statistics.fmean(groups_needed(counts, way, seed, power) for seed in range(seeds))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--power", type=float, nargs="+", default=[draws.SHARPNESS])
+    parser.add_argument("--power", type=float, nargs="+", default=[SHARPNESS])
     parser.add_argument("--seeds", type=int, default=8)
     options = parser.parse_args()
     powers = [f"power {power:g}" for power in options.power]
@@ -87,8 +91,7 @@ def main() -> None:
         uniform = needed(counts, "uniform", options.seeds)
         parts = [needed(counts, "oracle", options.seeds) / uniform]
         for power in options.power:
-            draws.SHARPNESS = power
-            parts.append(needed(counts, "adaptive", options.seeds) / uniform)
+            parts.append(needed(counts, "adaptive", options.seeds, power) / uniform)
         print(f"| {name} | " + " | ".join(f"{part:.2f}" for part in parts) + " |", flush=True)
 
 

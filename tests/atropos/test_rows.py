@@ -98,6 +98,7 @@ def test_an_environment_plays_the_rows_that_teach_and_a_restart_knows_them(store
         assert sum(process.numbers()["rows_by_environment"]["sums_0"].values()) == 6
         assert sender.send("another", rate=0.0) == 200  # which it had not named
         assert process.numbers()["rows_unseen"] == 1
+        assert sum(process.numbers()["rows_by_environment"]["sums_0"].values()) == 6
 
 
 def test_groups_that_name_their_row_are_estimated_though_nobody_asks(store):
@@ -105,12 +106,16 @@ def test_groups_that_name_their_row_are_estimated_though_nobody_asks(store):
         sender = Sender(process.http)
         assert [sender.send(*RATES), sender.send(*RATES)] == [200, 200]
         assert sender.send(None) == 200  # of no row
+        nobody = {"env_id": None, "environment": "sums_0"}
+        assert [sender.send("x", **nobody), sender.send("x", env_id=None)] == [200, 200]
         twice = {"group_id": "x"}
         assert [sender.send("solved-0", **twice), sender.send("solved-0", **twice)] == [200, 200]
         numbers = process.numbers()
         assert numbers["rows_easy"] == 8
         assert numbers["rows_hopeless"] >= 24
         assert numbers["rows_unseen"] == 0
+        assert sum(numbers["rows_by_environment"]["sums_0"].values()) == len(RATES)
+        assert list(numbers["rows_by_environment"]) == ["sums_0"]
         assert sender.ask().status_code == 404
     with Process(store) as process:
         assert Sender(process.http).send("solved-0", rate=1.0) == 200
@@ -159,6 +164,9 @@ REFUSED = [
     ({"rows": ["a"], "adaptive": {"reward": "x"}}, 422, "one reward"),
     ({"adaptive": {"floor": 0.5}}, 422, "comes with rows"),
     ({"row": ["a"]}, 422, "row"),
+    ({"rows": ["a"], "groups": True}, 422, "valid integer"),
+    ({"rows": ["a"], "groups": "2"}, 422, "valid integer"),
+    ({"rows": ["a"], "env_id": False}, 422, "valid integer"),
 ]
 
 
@@ -171,6 +179,10 @@ def test_what_cannot_be_asked_is_said(store):
             reply = process.http.post("/atropos/next-rows", content=content, headers=headers)
             assert (reply.status_code, words in reply.text) == (status, True), reply.text
         assert sender.send("x" * 257) == 422
+        (file := store.path.parent / SENT_DRAWS_FILE).mkdir()  # cannot be written
+        reply = sender.ask(rows=["a"])
+        assert (reply.status_code, "cannot be written" in reply.text) == (503, True)
+        file.rmdir()
         assert sender.ask(rows=["a"]).status_code == 200
 
 

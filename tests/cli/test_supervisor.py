@@ -215,6 +215,13 @@ def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path, end: str, cod
     )
 
 
+def test_a_signal_during_a_rest_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parent = Supervisor([], tmp_path / "run", restarts=1, rest_s=600.0)
+    monkeypatch.setattr(parent, "_one_start", lambda *_: (supervisor.PAUSED, ""))
+    monkeypatch.setattr(parent, "_say", lambda *_: parent._stopping.set())  # just before the rest
+    assert parent._run(tmp_path) == 0
+
+
 def wait_for(file: Path) -> None:
     deadline = time.monotonic() + 30
     while not file.exists():

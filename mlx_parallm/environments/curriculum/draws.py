@@ -102,6 +102,7 @@ class RowDraws:
             its number.
         rates: see `PassRates`; empty: none was measured.
         levels: the rows are levels of difficulty, from easy to hard, each with tasks without end.
+        sharpness: power of the chance in a row's weight.
     """
 
     def __init__(
@@ -114,9 +115,10 @@ class RowDraws:
         seed: int,
         rates: Sequence[float | None] = (),
         levels: bool = False,
+        sharpness: float = SHARPNESS,
     ) -> None:
-        self.environment = environment
-        self._config, self._seed, self._levels = config, f"{environment}/{seed}", levels
+        self.environment, self.levels = environment, levels
+        self._config, self._seed, self._sharpness = config, f"{environment}/{seed}", sharpness
         self._keys = _different(keys)
         self._row_of = {key: row for row, key in enumerate(self._keys)}
         self._range = RewardRange(config.pass_reward)
@@ -126,7 +128,7 @@ class RowDraws:
             half_life=config.half_life,
             ordered=levels,
         )
-        self._weights = Weights(self._rates.teaches**SHARPNESS)
+        self._weights = Weights(self._rates.teaches**sharpness)
         self._groups: dict[int, _Drawn] = {}  # those that are not settled, and perhaps older ones
         self._in_flight: Counter[int] = Counter()  # groups that play each row now
         self._draws = 0
@@ -147,7 +149,7 @@ class RowDraws:
             key = key or self._keys[self._next_row(index)]
             self._keep({"group": index, "row": key})
         row = self._groups[index].row
-        if self._levels:  # another group of a level has another task
+        if self.levels:  # another group of a level has another task
             return row + index * len(self._keys)
         self._in_flight[row] += 1
         self._weights.put(slice(row, row + 1), 0.0)
@@ -171,12 +173,16 @@ class RowDraws:
             rewards: None: the group failed, and would fail again.
             version: the newest policy version that sampled it; None: unknown.
         """
-        drawn = self._groups[index]
-        self._in_flight -= Counter([drawn.row])
-        if not drawn.finished:
+        if not self._groups[index].finished:
             finite = None if rewards is None else _finite(rewards)
             self._keep({"group": index, "rewards": finite, "version": version})
-        self._weigh(slice(drawn.row, drawn.row + 1))
+        self.release(index)
+
+    def release(self, index: int) -> None:
+        """Count group `index` as one that nobody plays."""
+        row = self._groups[index].row
+        self._in_flight -= Counter([row])
+        self._weigh(slice(row, row + 1))
 
     def rewind(self) -> None:
         """Forget which groups were in flight: they are played again."""
@@ -192,13 +198,16 @@ class RowDraws:
         return self._keys
 
     def know(self, key: str, *, most: int) -> bool:
-        """Add a row that is new. False: there are `most` already, or the rows are levels, which
-        have an order."""
+        """Add a row that is new. False: there are `most` already."""
         if key in self._row_of:
             return True
-        if self._levels or len(self._keys) >= most:
+        if len(self._keys) >= most:
             if not self._full:
-                log.warning("rows beyond those that are known", environment=self.environment)
+                log.warning(
+                    "rows beyond those that are known: their groups are not counted",
+                    environment=self.environment,
+                    row=key,
+                )
             self._full = True
             return False
         row = self._row_of[key] = len(self._keys)
@@ -238,11 +247,10 @@ class RowDraws:
     ) -> None:
         """Take every entry of a log as when it was written, and append to it from now on; `others`:
         what becomes of rows that are not there. Raises CheckpointError: a damaged file."""
-        for entry in kept.read():
-            if entry["environment"] == self.environment:
-                if others == "known" and "row" in entry:
-                    self.know(entry["row"], most=sys.maxsize)
-                self._take(entry)
+        for entry in kept.read(self.environment):
+            if others == "known" and "row" in entry:
+                self.know(entry["row"], most=sys.maxsize)
+            self._take(entry)
         if self._unknown:
             log.warning(
                 "rows that were drawn are no longer in the data: what they earned is forgotten",
@@ -303,7 +311,7 @@ class RowDraws:
         self._weigh(changed)
 
     def _weigh(self, rows: slice) -> None:
-        self._weights.put(rows, self._rates.teaches[rows] ** SHARPNESS)
+        self._weights.put(rows, self._rates.teaches[rows] ** self._sharpness)
         for row in self._in_flight:
             self._weights.put(slice(row, row + 1), 0.0)
 

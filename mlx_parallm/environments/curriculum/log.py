@@ -10,6 +10,7 @@ there.
 import json
 import math
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,23 +24,46 @@ DRAWS_FILE = "draws.jsonl"
 class DrawLog:
     def __init__(self, path: Path) -> None:
         self.path = path
+        # where the lines of each environment begin; None: the file was not read yet
+        self._places: dict[str, array[int]] | None = None
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the entry of each line, and remove a last one that a kill left unfinished.
+    def read(self, environment: str) -> Iterator[dict[str, Any]]:
+        """Yield the entries of an environment. The first time all lines are read, and a last one
+        that a kill left unfinished is removed; later only its own are.
         Raises CheckpointError: a damaged line, or the file cannot be read."""
-        if not self.path.exists():
-            return
         try:
-            with self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.endswith(b"\n"):
-                        os.truncate(self.path, file.tell() - len(line))
-                        return
-                    yield _entry(line, f"{self.path}:{number}")
+            if self._places is not None:
+                yield from self._read_at(self._places.get(environment, array("q")))
+            elif self.path.exists():
+                yield from self._read_all(environment)
+            else:
+                self._places = {}
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be read: {error.strerror or error}"
             ) from error
+
+    def _read_all(self, environment: str) -> Iterator[dict[str, Any]]:
+        places: dict[str, array[int]] = {}
+        place = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    os.truncate(self.path, place)
+                    break
+                entry = _entry(line, f"{self.path}:{number}")
+                places.setdefault(entry["environment"], array("q")).append(place)
+                place += len(line)
+                if entry["environment"] == environment:
+                    yield entry
+        self._places = places
+
+    def _read_at(self, places: "array[int]") -> Iterator[dict[str, Any]]:
+        if places:
+            with self.path.open("rb") as file:
+                for place in places:
+                    file.seek(place)
+                    yield _entry(file.readline(), f"{self.path}, byte {place}")
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write one line; one that is only half written is removed. Raises CheckpointError."""
@@ -53,19 +77,21 @@ class DrawLog:
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror or error}"
             ) from error
+        if self._places is not None:
+            self._places.setdefault(entry["environment"], array("q")).append(before)
 
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-        whole = isinstance(entry["environment"], str) and isinstance(entry["group"], int)
+        whole = isinstance(entry["environment"], str) and _is_count(entry["group"])
         if "row" in entry:
             whole &= isinstance(entry["row"], str)
         else:
             rewards, version = entry["rewards"], entry["version"]
-            whole &= rewards is None or all(map(math.isfinite, rewards))
-            whole &= version is None or isinstance(version, int)
-    except (ValueError, KeyError, TypeError):
+            finite = isinstance(rewards, list) and all(map(math.isfinite, rewards))
+            whole &= (rewards is None or finite) and (version is None or _is_count(version))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointError(
@@ -74,3 +100,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
         )
     assert isinstance(entry, dict)
     return entry
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -11,8 +11,8 @@ distribution of the pass rates of such rows, by the first groups of rows that we
 What a group of n answers is expected to teach is the chance that its rewards differ, 1 - p^n -
 (1 - p)^n, under the posterior. It is what GRPO learns from: a group whose rewards are equal has no
 advantages, and every other one is divided by its own deviation, so that all have the same sum of
-squares. For n = 2 it is 2 p (1 - p). Expected, and not Thompson's sample of p: rows are drawn in
-proportion to it, and the mean of such draws is the same.
+squares. For n = 2 it is 2 p (1 - p). Expected, and not Thompson's sample of p: draws.py draws rows
+by it, with chance enough.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ STRENGTHS = 0.05, 2.0
 """Answers that the prior of a row is worth: least and most."""
 LEAST_MEAN = 0.02
 LEAST_CHANCE = 1e-6
-"""No row is ever without a chance, however many answers to it were alike."""
+"""Least chance that a row's rewards differ, however many answers to it were alike. What draws such
+a row again is the floor (draws.py), whose share of the groups goes by no chance."""
 LEAST_ANSWERS = 0.5
 """Fewer answers, as far as they still count, are none."""
 

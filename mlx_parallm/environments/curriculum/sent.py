@@ -8,6 +8,7 @@ An environment that asks for no rows is estimated all the same, as far as its gr
 """
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,8 @@ log = get_logger("environments")
 SENT_DRAWS_FILE = "draws_http.jsonl"
 MOST_ROWS = 1_000_000
 MOST_IN_FLIGHT = 256
-"""Groups of an environment that were drawn and have not come. Of older ones none comes any more:
-their sender has ended, or keeps groups to itself."""
+"""The newest draws of an environment. Of older ones no group comes any more: their sender has ended,
+or keeps groups to itself."""
 
 
 @dataclass(slots=True)
@@ -35,10 +36,38 @@ class RowSender:
     named: Any = None  # what it has told of its rows; None: its groups alone tell
     # the groups that have not come: their rows
     in_flight: dict[int, str] = field(default_factory=dict)
+    # of the newest groups that have come, or come no more: whether they come no more
+    lost: deque[bool] = field(default_factory=lambda: deque(maxlen=MOST_IN_FLIGHT))
+    warns: bool = True  # when most are lost
 
     @property
     def first(self) -> int:
         return next(iter(self.in_flight), self.draws.next_group)
+
+    def start(self, row: str | None = None) -> int:
+        """Return a new group's index: of a row that is drawn here, or that its sender has drawn."""
+        draws = self.draws
+        while draws.next_group - self.first >= MOST_IN_FLIGHT:
+            self.lost.append(True)
+            self.release(self.first)
+        index = draws.next_group
+        self.in_flight[index] = draws.keys[draws.draw(index, self.first, row) % len(draws.keys)]
+        self._tell()
+        return index
+
+    def release(self, index: int) -> None:
+        if self.in_flight.pop(index, None) is not None:
+            self.draws.release(index)
+
+    def _tell(self) -> None:
+        if self.warns and 2 * sum(self.lost) > MOST_IN_FLIGHT:
+            self.warns = False
+            log.warning(
+                "most groups of the rows that were drawn never came, so their rows are drawn"
+                " nearly alike: send groups whose answers all earn one reward too"
+                " (Atropos: --env.ensure_scores_are_not_same False)",
+                environment=self.draws.environment,
+            )
 
 
 class SentDraws:
@@ -55,7 +84,7 @@ class SentDraws:
 
     def check(self) -> None:
         """Raises CheckpointError: the file of a former process is damaged."""
-        for _ in self._log.read():
+        for _ in self._log.read(""):
             pass
 
     def name_rows(
@@ -67,9 +96,10 @@ class SentDraws:
         group_size: int,
         levels: bool = False,
     ) -> None:
-        """Take the rows of an environment. Those that it named before keep what they earned.
+        """Take the rows of an environment. Those that it named before keep what they earned; their
+        order is that of the first call, but levels have their own.
         Raises CheckpointError: the file cannot be read."""
-        named = (tuple(rows), settings, group_size, levels)
+        named = (tuple(rows) if levels else frozenset(rows), settings, group_size, levels)
         with self._lock:
             before = self._senders.get(environment)
             if before is None or before.named != named:
@@ -91,17 +121,16 @@ class SentDraws:
             sender = self._senders.get(environment)
             if sender is None or sender.named is None:
                 return None
-            return [self._next(sender) for _ in range(groups)]
-
-    def _next(self, sender: RowSender) -> str:
-        if len(sender.in_flight) >= MOST_IN_FLIGHT:
-            oldest = sender.first
-            sender.draws.earned(oldest, [])
-            del sender.in_flight[oldest]
-        index, rows = sender.draws.next_group, sender.draws.keys
-        row = rows[sender.draws.draw(index, sender.first) % len(rows)]
-        sender.in_flight[index] = row
-        return row
+            drawn: dict[int, str] = {}
+            try:
+                for _ in range(groups):
+                    index = sender.start()
+                    drawn[index] = sender.in_flight[index]
+            except CheckpointError:
+                for index in drawn:  # nobody is told of them
+                    sender.release(index)
+                raise
+            return list(drawn.values())
 
     def earned(self, environment: str, group: RolloutGroup) -> None:
         """Count what a group earned whose metadata names its row."""
@@ -122,14 +151,17 @@ class SentDraws:
             draws.continue_in(self._log, others="known")
             sender = self._senders[environment] = RowSender(draws)
         draws = sender.draws
-        index = next((index for index, name in sender.in_flight.items() if name == row), None)
-        if index is None:
-            if not draws.know(row, most=MOST_ROWS):
+        drawn = [index for index, name in sender.in_flight.items() if name == row]
+        if not drawn:
+            # one that has named its rows has no others
+            if not draws.know(row, most=MOST_ROWS if sender.named is None else 0):
                 return
-            index = draws.next_group
-            draws.draw(index, sender.first, row)
-        draws.earned(index, rewards_of(group), version=newest_version(group))
-        sender.in_flight.pop(index, None)
+            drawn = [sender.start(row)]
+        draws.earned(drawn[0], rewards_of(group), version=newest_version(group))
+        sender.lost.append(False)
+        del sender.in_flight[drawn[0]]
+        for index in () if draws.levels else drawn[1:]:  # which of them it is of, nobody knows
+            sender.release(index)
 
     def begin_again(self, environment: str) -> None:
         """Forget which groups were drawn: the environment has begun anew."""

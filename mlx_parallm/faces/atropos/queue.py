@@ -105,7 +105,8 @@ class AtroposQueue:
         self._latest: Mapping[str, Any] | None = None
         self.on_registration: list[Callable[[EnvironmentEntry], None]] = []
         self.on_group: list[Callable[[str, RolloutGroup], None]] = []
-        """Called with an environment's name and a group of it that is new and on the disk."""
+        """Called with a registered environment's name and a group of it that is new and on the
+        disk."""
 
     def begin_waiting(self) -> None:
         """Count the time without groups from now on. While the model loads no environment can
@@ -278,8 +279,8 @@ class AtroposQueue:
             self._note_submission(str(error), environment, None)
             raise
         self._note_submission(None, environment, data)
-        for call in self.on_group if added else ():
-            call(entry.name if entry else group.environment, group)
+        for call in self.on_group if added and entry else ():
+            call(environment, group)
         return added
 
     def quarantine(self, reason: str) -> None:

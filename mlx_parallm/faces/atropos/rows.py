@@ -26,7 +26,7 @@ RowNames = Annotated[
 
 
 class RowsRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     env_id: NonNegativeInt
     groups: int = Field(1, ge=1, le=MOST_IN_FLIGHT)

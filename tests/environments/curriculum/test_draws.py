@@ -273,6 +273,13 @@ def test_a_row_is_not_drawn_while_it_is_played_and_others_are_there():
     assert len({draws.draw(index, 0) for index in range(9, 17)}) == 8
 
 
+def test_a_row_that_is_added_has_its_place_in_the_turn_through_all():
+    draws = draws_of(["a"], floor=1)
+    assert draws.draw(0, 0) == 0
+    assert draws.know("b", most=2) and not draws.know("c", most=2)
+    assert {draws.draw(index, 0) for index in range(1, 4)} == {0, 1}
+
+
 def test_what_has_no_score_does_not_count():
     draws = draws_of(["a"])
     for index, (rewards, keys) in enumerate(
@@ -359,6 +366,7 @@ def test_environments_share_a_file_and_nothing_else(tmp_path):
             "two": {"easy": 0, "learnable": 0, "hopeless": 0, "unseen": 2},
         },
     }
+    assert together([both[0].numbers()] * 2)["rows_by_environment"]["one"]["unseen"] == 2
     draws_of(["q"], name="three").keep(tmp_path)  # one that is gone is carried
 
 
@@ -374,6 +382,13 @@ def test_environments_share_a_file_and_nothing_else(tmp_path):
         '{"environment": "rows", "group": 1, "rewards": ["1"], "version": 1}',
         '{"environment": "rows", "group": 1, "rewards": 1, "version": 1}',
         '{"environment": "rows", "group": 1, "rewards": [], "version": "1"}',
+        '{"environment": "rows", "group": 1, "rewards": [], "version": -1}',
+        '{"environment": "rows", "group": 1, "rewards": {}, "version": 1}',
+        f'{{"environment": "rows", "group": 1, "rewards": [{"9" * 400}], "version": 1}}',
+        f'{{"environment": "rows", "group": 1, "rewards": [], "version": {"9" * 400}}}',
+        '{"environment": "rows", "group": true, "row": "a"}',
+        '{"environment": "rows", "group": -5, "row": "a"}',
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line):
