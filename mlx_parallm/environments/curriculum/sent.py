@@ -26,8 +26,8 @@ log = get_logger("environments")
 SENT_DRAWS_FILE = "draws_http.jsonl"
 MOST_ROWS = 1_000_000
 MOST_IN_FLIGHT = 256
-"""The newest draws of an environment. Of older ones no group comes any more: their sender has ended,
-or keeps groups to itself."""
+"""The newest draws of an environment. Of older ones no group comes any more: their sender has
+ended, or keeps groups to itself."""
 
 
 @dataclass(slots=True)
