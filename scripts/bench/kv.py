@@ -63,7 +63,11 @@ CONTEXTS, ANSWERS, ANSWER = (200, LONG), 16, 64  # tokens; of `distance`
 
 
 def make_engine(
-    directory: str | Path, layout: str, kv_bits: int | None = None, dtype: str = "auto"
+    directory: str | Path,
+    layout: str,
+    kv_bits: int | None = None,
+    dtype: str = "auto",
+    **changes: Any,
 ) -> Engine:
     config = parse_config({"model": {"base_path": str(directory), "dtype": dtype}}).model
     loaded = load_model(config)
@@ -74,7 +78,7 @@ def make_engine(
         prefix_cache_bytes=0,
         by_tokens=layout == "auto",
     )
-    options = replace(options, kv_bits=kv_bits)
+    options = replace(options, kv_bits=kv_bits, **changes)
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     lora = prepare_for_serving(loaded.model)

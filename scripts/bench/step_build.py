@@ -32,7 +32,7 @@ STEPS, FIRST, LONGER = 100, 12, 5  # steps; tokens of the first prompt, and more
 
 def running(model: str, rows: int) -> tuple[Engine, list[float]]:
     """Return an engine whose rows decode, and what building each of its steps takes."""
-    engine, building = make_engine(model, "auto"), list[float]()
+    engine, building = make_engine(model, "auto", async_scheduling=False), list[float]()
     runner: Any = engine._runner
     launch = runner.launch
 

@@ -162,6 +162,7 @@ static void compute(const Product& p, int from, int to) {
 static std::atomic<uint64_t> work{0};
 static std::atomic<uint32_t> calls{0}, done{0};
 static std::atomic<int> threads{1}, asleep{0};
+static std::atomic<uint64_t> helped{0};  // chunks that helpers have computed
 static std::atomic_flag busy = ATOMIC_FLAG_INIT;
 static Product shared;
 static int chunk, started = 0;
@@ -183,8 +184,7 @@ static void* help(void* number) {
   for (;;) {
     const uint32_t seen = calls.load();
     if (which < threads.load(std::memory_order_relaxed))
-      while (take_chunk()) {
-      }
+      while (take_chunk()) helped.fetch_add(1, std::memory_order_relaxed);
     const auto until = std::chrono::steady_clock::now() + SPIN;
     while (calls.load(std::memory_order_relaxed) == seen) {
       for (int i = 0; i < 32 && calls.load(std::memory_order_relaxed) == seen; ++i) pause_core();
@@ -295,6 +295,8 @@ void few_rows_multiply(int m, int n, int k, float alpha, const float* a, int lda
                        int ldb, float beta, float* c, int ldc, int wanted) {
   multiply({m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, wanted);
 }
+
+uint64_t few_rows_helped() { return helped.load(); }
 
 // Returns in how many places MLX calls this file now: of up to `rows` rows; 0: none was found.
 int few_rows_use(Gemm blas, int (*count_threads)(), int rows) {

@@ -97,6 +97,10 @@ class Kernel:
         row_major, as_it_is, transposed = 101, 111, 112
         self._blas.cblas_sgemm(row_major, as_it_is, transposed, *_operands(x, weight, y))
 
+    def helped(self) -> int:
+        """Return how many pieces of products other threads than the caller's have computed."""
+        return int(self._library.few_rows_helped())
+
     def use(self, rows: int) -> bool:
         """Let MLX's products of up to so many rows go to the kernel, on as many threads as the
         BLAS has; False: there is no place where MLX calls a BLAS."""
@@ -177,16 +181,14 @@ def _not_here() -> str:
 
 
 def _weights(arrays: Iterable[mx.array]) -> list[Matrix]:
-    """Return some of the float32 matrices, as they lie, up to TRIED_BYTES; of a large one its
-    first rows."""
+    """Return some of the float32 matrices, as they lie, up to TRIED_BYTES; of one that is more
+    than a quarter of that its first rows."""
     chosen: list[Matrix] = []
     room = TRIED_BYTES
     for array in arrays:
         if array.ndim != 2 or array.dtype != mx.float32 or array.shape[1] < LEAST_WIDTH:
             continue
-        outputs = min(
-            array.shape[0], room // array.shape[1] // 4, TRIED_BYTES // 4 // array.shape[1]
-        )
+        outputs = min(array.shape[0], min(room, TRIED_BYTES // 4) // (array.shape[1] * 4))
         if outputs < LEAST_OUTPUTS or outputs * array.shape[1] < FEWEST_WEIGHTS:
             continue
         matrix: Matrix = np.asarray(array)[:outputs]
@@ -213,6 +215,8 @@ def probe(weights: list[Matrix], *, kernel: Product, blas: Product) -> FewRows:
         xs = [np.ascontiguousarray(numbers[:rows, : weight.shape[1]]) for weight in weights]
         ys = [np.empty((2, rows, len(weight)), dtype=np.float32) for weight in weights]
         seconds = np.empty((ROUNDS, len(weights), 2))
+        for way, y in zip((kernel, blas), ys[0], strict=True):
+            way(xs[0], weights[0], y)  # threads are started outside of the stopwatch
         for turn, which in np.ndindex(ROUNDS, 2):
             for i, (x, weight, y) in enumerate(zip(xs, weights, ys, strict=True)):
                 started = time.perf_counter()
@@ -254,6 +258,7 @@ def load() -> Kernel:
         try:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(kept, made.read_bytes())
+            kept.chmod(0o600)  # whatever the umask: one that others may write is not loaded
         except (OSError, CheckpointError) as error:
             log.warning("the kernel of few rows is compiled at each start", reason=str(error))
             return Kernel(made)

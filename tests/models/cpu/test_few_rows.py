@@ -7,6 +7,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_parallm.engine import starting
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.cpu import few_rows
 from mlx_parallm.models.cpu.few_rows import FewRows, Kernel, probe, use_few_rows
 from mlx_parallm.system import blas
@@ -33,6 +36,7 @@ needs_kernel = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     loaded = few_rows.load()
+    loaded.use(0)  # what a fork changes is registered
     yield loaded
     loaded.use(0)
 
@@ -90,12 +94,24 @@ def test_threads_that_multiply_at_once_and_a_forked_process_get_the_same(kernel:
         thread.join()
     assert not wrong
 
-    def child() -> int:  # has none of the helpers
+    def child() -> int:  # has none of the helpers, and makes its own
         y = np.empty_like(expected)
         kernel.multiply(x, weight, y, threads=3)
-        return int(not np.array_equal(y, expected))
+        return int(not np.array_equal(y, expected) or not gets_help(kernel))
 
+    assert gets_help(kernel)
     assert in_a_fork(child) == 0
+
+
+def gets_help(kernel: Kernel) -> bool:
+    """Whether another thread takes a part of one of many products, which lasts until it has run."""
+    x, weight = np.ones((1, 1024), np.float32), np.ones((2048, 1024), np.float32)
+    before, y = kernel.helped(), np.empty((1, 2048), np.float32)
+    for _ in range(5000):
+        kernel.multiply(x, weight, y, threads=2)
+        if kernel.helped() > before:
+            return True
+    return False
 
 
 def in_a_fork(child: Callable[[], int]) -> int:
@@ -209,6 +225,13 @@ def test_a_model_decides_once_for_the_process(
     assert tried == [[(256, 512), (128, 512)]]
 
 
+def test_a_large_embedding_is_not_all_that_is_tried() -> None:
+    """One product of few is decided by what else the machine does."""
+    layers = [mx.zeros((576, 576))] * 30
+    shapes = [weight.shape for weight in few_rows._weights([mx.zeros((49_152, 576)), *layers])]
+    assert shapes[0] == (few_rows.TRIED_BYTES // 16 // 576, 576) and len(shapes) > 20
+
+
 def variable_off(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv(few_rows.VARIABLE, few_rows.OFF)
 
@@ -273,13 +296,17 @@ def compiler(folder: Path, does: str) -> None:
 
 @needs_kernel
 def test_it_is_compiled_once_and_a_damaged_or_foreign_file_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: Kernel
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kernel: Kernel,
+    request: pytest.FixtureRequest,
 ) -> None:
     [built] = (few_rows.cache_directory("kernels")).glob("few_rows-*.so")
     count = tmp_path / "count"
     compiler(tmp_path, f'echo >> {count}\nwhile [ "$1" != -o ]; do shift; done\ncp {built} "$2"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    request.addfinalizer(partial(os.umask, os.umask(0o002)))
     for times, name in ((1, "new"), (1, "new"), (2, "damaged"), (3, "foreign"), (4, "a file")):
         cache = tmp_path / name
         kernels = cache / "mlx_parallm/kernels"
@@ -296,4 +323,13 @@ def test_it_is_compiled_once_and_a_damaged_or_foreign_file_is_replaced(
         assert count.read_text() == times * "\n", name
         if name != "a file":
             assert (kernels / built.name).read_bytes() == built.read_bytes()
-    assert stat.S_IMODE((tmp_path / "new/mlx_parallm/kernels").stat().st_mode) == 0o700
+    kernels = tmp_path / "new/mlx_parallm/kernels"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (kernels, kernels / built.name)]
+    assert modes == [0o700, 0o600]
+
+
+def test_a_server_tries_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+    monkeypatch.setattr(starting, "use_few_rows", tried.append)
+    with InferenceModule("builtin:tiny"):
+        assert len(tried) == 1
