@@ -288,9 +288,10 @@ def _check_options(training: RLTrainingConfig) -> None:
             f'rl_training.preference.loss_type = "{of_rows[0]}" learns from rows of a file:'
             f" {ONLINE_DPO} does not use it"
         )
-    if training.lora.dropout > 0 and set(of_rows) & set(SORTED):
+    sorting = [kind for kind in of_rows if kind in SORTED]
+    if training.lora.dropout > 0 and sorting:
         raise ValueError(
-            f'rl_training.preference.loss_type = "{of_rows[0]}" sorts log-probabilities that are'
+            f'rl_training.preference.loss_type = "{sorting[0]}" sorts log-probabilities that are'
             " scored without dropout: set rl_training.lora.dropout = 0"
         )
     if wrong := [

@@ -57,7 +57,8 @@ def _margins(kind: str, sums: np.ndarray, reference: np.ndarray) -> np.ndarray:
         first, second = (sums - reference)[0::2], (sums - reference)[1::2]
     one, other = (np.argsort(each, kind="stable") for each in (first, second))
     margins = np.empty(len(sums), np.float32)
-    margins[0::2][one] = margins[1::2][one if kind == "aot" else other] = first[one] - second[other]
+    margins[2 * one] = first[one] - second[other]
+    margins[2 * (one if kind == "aot" else other) + 1] = first[one] - second[other]
     return margins
 
 

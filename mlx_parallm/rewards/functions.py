@@ -61,7 +61,7 @@ from mlx_parallm.execution.user_code import (
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.base import EXTRA, TURN_REWARDS, UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
-from mlx_parallm.rewards.parts import BUILT_IN, WEIGHTS
+from mlx_parallm.rewards.parts import BUILT_IN, MAY_BE_BELOW_0, WEIGHTS
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import MAX_REWARD, Trajectory
 
@@ -214,9 +214,18 @@ class RewardFunctions:
         self._conditions = {
             name: self._condition_of(name, text) for name, text in (conditions or {}).items()
         }
+        for name, reference in zip(self.names, references, strict=True):
+            binary = (options or {}).get(name, {}).get("threshold") is not None
+            below = reference.removeprefix(BUILTIN) in MAY_BE_BELOW_0 and not binary
+            if name in self._conditions and reference.startswith(BUILTIN) and below:
+                raise ConfigError(
+                    f"reward_conditions: {reference} may score below 0: {UNWANTED}; give a"
+                    " condition to a reward of 0 or more"
+                )
 
     def _condition_of(self, name: str, text: str) -> Condition:
-        """Raises ConfigError: a name that no function has, or a function's condition on itself."""
+        """Raises ConfigError: a name that no function has, a function's condition on itself, or a
+        weight below 0."""
         condition = condition_of(text)
         for each in (name, condition.name):
             if each not in self.names:

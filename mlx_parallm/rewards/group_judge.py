@@ -45,6 +45,7 @@ from mlx_parallm.rewards.judge_replies import (
     ALTERNATIVES,
     AnswerVerdict,
     Found,
+    mass_of,
     read,
     read_choice,
 )
@@ -58,6 +59,7 @@ log = get_logger("rewards")
 NAME = "group_judge"
 REMEMBERED = 2048
 """Judgements that are kept, of one request each: a few MB."""
+REASON_LENGTH = 240
 ROOM = 64
 """Tokens of one answer's score, name and quotes in a reply, beside its reason."""
 
@@ -71,7 +73,7 @@ def group_judge(
     both_orders: float | None = None,
     pairwise: int = 0,
     structured: bool = True,
-    reason_length: int = 240,
+    reason_length: int = REASON_LENGTH,
     max_tokens: int | None = None,
     seed: int = 0,
     name: str = NAME,
@@ -89,7 +91,8 @@ def group_judge(
             weighted mean of the scores.
         both_orders: share of the groups that are judged twice, the second time in the reverse
             order; the score is the mean. Default: 0.1.
-        pairwise: how many others each answer is compared with, two at a time, in both orders: its
+        pairwise: how many others each answer is compared with, two at a time, in both orders: an
+            odd number counts as the next even one, and there are no more than the group has. Its
             score is the mean probability of the token that chooses it. 0: all are scored at once.
             For a judge that is too weak to write scores.
         structured: hold the reply to a JSON schema; false for a server that cannot.
@@ -100,17 +103,20 @@ def group_judge(
         model: `judge_models.ModelOptions`.
 
     Metrics, under the name: requests, cached, prompt_tokens, completion_tokens, seconds, unscored,
-    unread; score_spread, length_correlation; order_agreement, order_difference, position_bias.
+    unread; choice_mass with `pairwise`; score_spread, length_correlation; order_agreement,
+    order_difference, position_bias.
 
     Raises ConfigError: options that contradict each other, a rubric that says nothing, a key file
     that cannot be read.
     """
-    if pairwise < 0:
-        raise ConfigError(f"pairwise = {pairwise}: other answers, 0 or more")
-    if pairwise and (both_orders is not None or max_tokens or is_reference(model["judge"])):
+    if not isinstance(pairwise, int) or isinstance(pairwise, bool) or pairwise < 0:
+        raise ConfigError(f"pairwise = {pairwise!r}: a whole number of other answers, 0 or more")
+    written = both_orders is not None or max_tokens or reason_length != REASON_LENGTH
+    if pairwise and (written or not structured or is_reference(model["judge"])):
         raise ConfigError(
             "pairwise: two answers are compared in both orders, by the probabilities of one token:"
-            " unset both_orders and max_tokens, and choose a judge that is no function"
+            " unset both_orders and max_tokens, structured and reason_length, and choose a judge"
+            " that is no function"
         )
     if both_orders is None:
         both_orders = 1.0 if pairwise else 0.1
@@ -205,9 +211,11 @@ class GroupJudge:
         rounds = await asyncio.gather(
             *(self._round(group, rubric, shown) for shown in self._shown_together(group))
         )
-        requests = [request for of_round, _ in rounds for request in of_round]
+        if self._settings.pairwise and len(rounds) == 2:
+            rounds = [list(map(_if_whole, *both)) for both in (rounds, rounds[::-1])]
+        requests = [request for of_round in rounds for request in of_round]
         report_problems([one.reply.problem for one in requests], self._name)
-        orders = [verdicts for _, verdicts in rounds]
+        orders = [_verdicts(of_round, rubric, len(group.answers)) for of_round in rounds]
         verdicts = [_merged(each) for each in zip(*orders, strict=True)]
         if all(verdict.score is None for verdict in verdicts):
             raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
@@ -246,15 +254,10 @@ class GroupJudge:
 
     async def _round(
         self, group: Group, rubric: Rubric, shown: Sequence[Sequence[int]]
-    ) -> tuple[list[JudgeRequest], list[AnswerVerdict]]:
-        """Ask for each criterion. Return the requests and the verdict on each answer."""
+    ) -> list[JudgeRequest]:
+        """Ask for each criterion."""
         calls = [self._ask(group, text, order) for text in rubric.questions for order in shown]
-        requests = list(await asyncio.gather(*calls))
-        by_question = [
-            _by_answer(requests[n * len(shown) : (n + 1) * len(shown)], len(group.answers))
-            for n in range(len(rubric.questions))
-        ]
-        return requests, rubric.total(by_question)
+        return list(await asyncio.gather(*calls))
 
     async def _ask(self, group: Group, rubric: str, order: Sequence[int]) -> JudgeRequest:
         question = self._question(group, rubric, order)
@@ -292,8 +295,9 @@ class GroupJudge:
 
 
 def pairs_of(order: Sequence[int], others: int) -> list[list[int]]:
-    """Return pairs such that each answer is compared with at least so many others, or with all, and
-    is first as often as it is second where the pairs are not all.
+    """Return pairs such that each answer is compared with so many others, or with all, and is
+    first as often as it is second where the pairs are not all. An odd number of others counts as
+    the next even one.
 
     Worked: 0, 1, 2, 3, 4 and two others: 01, 12, 23, 34, 40.
     """
@@ -320,6 +324,22 @@ def _with_column(settings: GroupJudgeOptions) -> inspect.Signature:
             )
         )
     return inspect.Signature(parameters)
+
+
+def _if_whole(one: JudgeRequest, other: JudgeRequest) -> JudgeRequest:
+    """Return a pair's request, as one that is unread if that of the other order is: a judge that
+    likes what stands first would reward a place."""
+    if not one.read or other.read:
+        return one
+    missing = AnswerVerdict(None, f"read in one order only: {other.verdicts[0].reason}")
+    return replace(one, verdicts=[missing] * len(one.order), read=False)
+
+
+def _verdicts(requests: Sequence[JudgeRequest], rubric: Rubric, size: int) -> list[AnswerVerdict]:
+    """Return the verdict on each answer by the requests of one round, criterion by criterion."""
+    each = len(requests) // len(rubric.questions)
+    parts = [requests[n * each : (n + 1) * each] for n in range(len(rubric.questions))]
+    return rubric.total([_by_answer(part, size) for part in parts])
 
 
 def _by_answer(requests: Sequence[JudgeRequest], size: int) -> list[AnswerVerdict]:
@@ -355,8 +375,12 @@ def _cost(requests: Sequence[JudgeRequest]) -> dict[str, float]:
     }
     if sent:
         numbers["seconds"] = math.fsum(one.reply.seconds for one in sent) / len(sent)
-    if answered := [one for one in sent if one.reply.text is not None]:
+    # a kept one is unread if the other order of its pair is
+    news = [one for one in requests if not (one.cached and one.read)]
+    if answered := [one for one in news if one.reply.text is not None]:
         numbers["unread"] = sum(not one.read for one in answered) / len(answered)
+    if masses := [mass_of(one.reply.likely) for one in sent if one.reply.likely]:
+        numbers["choice_mass"] = statistics.fmean(masses)
     return numbers
 
 

@@ -11,6 +11,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from mlx_parallm.errors import ConfigError
@@ -31,6 +32,7 @@ from mlx_parallm.rewards.judge_models import (
 from mlx_parallm.rewards.judge_replies import answer_begins
 from mlx_parallm.rewards.part_tools import Completions, texts_of, to_binary
 
+TIMEOUT_S = 120.0
 HIGHEST = 10
 CRITERIA = "Judge how well the answer does what was asked: right, complete and to the point."
 NUMBER = r"(-?\d+(?:\.\d+)?)(?![,.]?\d)(?:\s*(%)|\s*/\s*(\d+(?:\.\d+)?))?"
@@ -41,7 +43,7 @@ RANKING = re.compile(r"ranking\**\s*[:=]\s*+\**+\s*+(\d[\d ,>]*)", re.IGNORECASE
 Mode = Literal["score", "rank"]
 
 
-@asks_a_model
+@partial(asks_a_model, timeout_s=TIMEOUT_S)
 def judge(
     *,
     mode: Mode = "score",
@@ -66,7 +68,7 @@ def judge(
     """
     if mode not in ("score", "rank"):
         raise ConfigError(f'mode = {mode!r}: "score" or "rank"')
-    model.setdefault("timeout_s", 120.0)
+    model.setdefault("timeout_s", TIMEOUT_S)
     judging_model = judge_model(max_tokens=max_tokens, **model)
     return ModelJudge(judging_model, mode, criteria, threshold, max_tokens)
 

@@ -186,13 +186,16 @@ def judge_model(
     return EndpointJudge(f"{judge} {model}", endpoint, body)
 
 
-def asks_a_model(factory: Callable[..., T]) -> Callable[..., T]:
-    """Give a judge's factory, which passes `ModelOptions` on, their names and defaults."""
+def asks_a_model(factory: Callable[..., T], **defaults: float) -> Callable[..., T]:
+    """Give a judge's factory, which passes `ModelOptions` on, their names and defaults; `defaults`:
+    those of its own."""
     *parameters, _ = inspect.signature(factory).parameters.values()
     names = {parameter.name for parameter in parameters}
     shared = inspect.signature(judge_model).parameters.values()
     of_model = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        parameter.replace(
+            kind=parameter.KEYWORD_ONLY, default=defaults.get(parameter.name, parameter.default)
+        )
         for parameter in shared
         if parameter.name not in names
     ]
@@ -244,17 +247,19 @@ class EndpointJudge(JudgeModel):
             ) from error
         used = reply.get("usage")
         prompt, completion = _count(used, "prompt_tokens"), _count(used, "completion_tokens")
-        return JudgeReply(text, prompt, completion, likely=_likely(choice))
+        likely = _likely(choice) if question.alternatives else None
+        return JudgeReply(text, prompt, completion, likely=likely)
 
     async def _post(
         self, client: OpenAIEndpoint, body: Mapping[str, Any], schema: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Ask for a reply of the length asked for, or as long as there is room. Raises
-        EndpointError."""
+        """Ask for a reply of the length asked for, or as long as there is room; one token is never
+        too long. Raises EndpointError."""
         try:
             return await self._by_schema(client, body, schema)
         except EndpointError as error:
-            if error.status != 400 or not TOO_LONG.search(str(error)):
+            too_long = error.status == 400 and TOO_LONG.search(str(error))
+            if body["max_tokens"] == 1 or not too_long:
                 raise
         unbounded = {key: value for key, value in body.items() if key != "max_tokens"}
         return await self._by_schema(client, unbounded, schema)
@@ -408,12 +413,13 @@ class EngineJudge(JudgeModel):
 
 
 async def _within_room(client: PolicyClient, request: Request) -> RequestOutput:
-    """Generate a reply of the length asked for, or as long as there is room. Raises RequestError:
-    there is none."""
+    """Generate a reply of the length asked for, or as long as there is room; one token is never
+    too long. Raises RequestError: there is none."""
     try:
         return await client.generate(request)
     except RequestError as error:
-        if not isinstance(error, ContextLengthError) and error.param != "max_tokens":
+        too_long = isinstance(error, ContextLengthError) or error.param == "max_tokens"
+        if request.params.max_tokens == 1 or not too_long:
             raise
     params = replace(request.params, max_tokens=None)
     return await client.generate(replace(request, params=params))

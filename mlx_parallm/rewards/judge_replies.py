@@ -14,8 +14,11 @@ from typing import Any
 
 ALTERNATIVES = 20
 """Likeliest tokens that are asked for: the most that OpenAI's servers give."""
+LEAST_MASS = 0.05
+"""Probability that A and B have together, below which a reply is no choice between them."""
 CHOICE = re.compile(r"[\W_\u0120]*([AB])[\W_]*")
 """A token that chooses one of two answers: with spaces as tokenizers write them."""
+NEITHER = "neither A nor B is among its likeliest tokens"
 TRIES = 300
 """Places in a reply at which a JSON object may begin."""
 NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
@@ -105,23 +108,49 @@ def read(text: str, size: int, longest: int) -> Found:
 def read_choice(likely: Sequence[tuple[str, float]] | None) -> Found:
     """Return the verdicts on two answers, A and B: each one's share of the probability of both.
 
+    A letter that is not listed may be as likely as the last token that is, if that much is left: it
+    counts as that, so its score is an upper bound and the other's a lower one. Less than LEAST_MASS
+    on both is no choice.
+
     Args:
         likely: the likeliest first tokens and their log-probabilities. None: the server gives none.
 
-    Worked: A with probability 0.3 and B with 0.1: 0.75 and 0.25.
+    Worked: A with probability 0.3 and B with 0.1: 0.75 and 0.25. A with 0.6, no B, and another
+    token with 0.2: B counts as 0.2, so 0.75 and 0.25.
     """
     if not likely:
         return _no_choice("the server gives no log-probabilities")
+    chances = _chances(likely)
+    mass = math.fsum(chances.values())
+    if mass < LEAST_MASS:
+        first, _ = max(likely, key=lambda token: token[1])
+        problem = f"only {mass:.1%} of the probability is on A and B" if mass else NEITHER
+        return _no_choice(f"{problem}, the first is {first!r}")
+    reason = f"{min(mass, 1.0):.0%} of the probability is on A and B"
+    listed = [_probability(logprob) for _, logprob in likely if not math.isnan(logprob)]
+    bound = min(*listed, max(0.0, 1.0 - math.fsum(listed)))
+    scores = [chance or bound for chance in chances.values()]
+    whole = math.fsum(scores)
+    return Found([AnswerVerdict(score / whole, reason) for score in scores], True)
+
+
+def mass_of(likely: Sequence[tuple[str, float]]) -> float:
+    """Return the probability that A and B have together."""
+    return min(math.fsum(_chances(likely).values()), 1.0)
+
+
+def _chances(likely: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The probability of each letter, 0 for one that is not listed."""
     chances = {"A": 0.0, "B": 0.0}
     for text, logprob in likely:
-        if (letter := CHOICE.fullmatch(text)) and not math.isnan(logprob):
-            chances[letter[1]] += math.exp(min(logprob, 0.0))
-    whole = math.fsum(chances.values())
-    if not whole:
-        first, _ = max(likely, key=lambda token: token[1])
-        return _no_choice(f"neither A nor B is among its likeliest tokens, the first is {first!r}")
-    reason = f"{min(whole, 1.0):.0%} of the probability is on A and B"
-    return Found([AnswerVerdict(chance / whole, reason) for chance in chances.values()], True)
+        if letter := CHOICE.fullmatch(text):
+            chances[letter[1]] += _probability(logprob)
+    return chances
+
+
+def _probability(logprob: float) -> float:
+    """A server rounds, so a log-probability may be above 0. NaN: none is known."""
+    return 0.0 if math.isnan(logprob) else math.exp(min(logprob, 0.0))
 
 
 def _no_choice(reason: str) -> Found:

@@ -355,5 +355,7 @@ WEIGHTS: Mapping[str, float] = MappingProxyType(
     | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
 )
 """Default weights of the parts."""
+MAY_BE_BELOW_0 = ("overlong", "reward_model", "svrl")
+"""Those whose scores may be below 0, a `reward_model` without a `threshold`."""
 BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({**PARTS, "svrl": SVRLRewardComputer})
 """Everything that `builtin:NAME` may name."""

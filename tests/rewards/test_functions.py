@@ -136,6 +136,29 @@ async def test_a_penalty_with_a_condition_is_refused(functions, score):
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [("overlong", {"length": 9, "buffer": 3}), ("svrl", {}), ("reward_model", {"url": "http://a"})],
+)
+def test_a_built_in_penalty_has_no_condition(name, options):
+    def made(conditions, **more):
+        return RewardFunctions(
+            ["builtin:syntax", f"builtin:{name}"],
+            (),
+            columns=None,
+            key="rewards",
+            options={name: options | more},
+            conditions=conditions,
+        )
+
+    words = f"builtin:{name} may score below 0: where its condition does not hold"
+    with pytest.raises(ConfigError, match=words):
+        made({name: "syntax >= 1"})
+    made({"syntax": f"{name} >= 0"})
+    if name == "reward_model":
+        made({name: "syntax >= 1"}, threshold=0.0)
+
+
+@pytest.mark.parametrize(
     ("conditions", "message"),
     [
         ({"short": "rigth >= 1"}, "no reward 'rigth'.*did you mean 'right'"),

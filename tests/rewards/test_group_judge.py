@@ -1,6 +1,7 @@
 """The judge of a group: scripted ones, our own engine held to the schema, and attacks by answers."""
 
 import asyncio
+import inspect
 import itertools
 import json
 import math
@@ -11,16 +12,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
+from mlx_parallm.errors import AdapterError, ConfigError, ContextLengthError, RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, load_rewards
 from mlx_parallm.rewards.group_judge import agreement, rank_correlation
-from mlx_parallm.rewards.judge_models import as_data, without_special_tokens
+from mlx_parallm.rewards.judge_models import _within_room, as_data, without_special_tokens
 from mlx_parallm.rewards.judge_pages import group_of, pair_question_of
 from mlx_parallm.rewards.judge_replies import AnswerVerdict
 from mlx_parallm.rewards.judge_rubrics import Rubric, rubric_of
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.types import Completion, RequestOutput, Rollout, TopLogprob, Trajectory, Turn
+from mlx_parallm.types import (
+    Completion,
+    Request,
+    RequestOutput,
+    Rollout,
+    SamplingParams,
+    TopLogprob,
+    Trajectory,
+    Turn,
+)
 from tests.conftest import running_tiny_engine
 from tests.scripted_http import scripted_http
 
@@ -441,26 +451,51 @@ async def test_over_http_it_waits_asks_again_and_is_held_to_the_schema():
     await down.aclose()
 
 
+WORTH = {"good": 2.0, "fair": 1.0, "poor": 0.0}
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+WINS = [(sigmoid(1 + d) + sigmoid(d - 1)) / 2 for d in (1, 2)]
+"""Of an answer that is worth one more, and two more, in both orders."""
+
+
+def likes_the_first(path, body):
+    """A server's choice between two answers."""
+    data = shown(body["messages"])
+    first, second = data["answer A"], data["answer B"]
+    chance = sigmoid(WORTH.get(first, 0) - WORTH.get(second, 0) + 1.0)
+    if body["model"] == "lossy" and (first, second) == ("good", "fair"):
+        return 500, {}, {"error": {"message": "out of memory"}}
+    tops = [("A", math.log(0.5 * chance)), ("B", math.log(0.5 * (1 - chance)))]
+    tops = [("I", -0.1)] if "odd" in (first, second) else tops
+    entry = {"top_logprobs": [{"token": token, "logprob": p} for token, p in tops]}
+    choice = {"message": {"content": "A"}, "logprobs": {"content": [entry]}}
+    if body["model"] == "silent":
+        choice["logprobs"] = None
+    return 200, {}, {"choices": [choice], "usage": {"completion_tokens": 1}}
+
+
+async def test_a_pair_counts_only_if_both_orders_are_read():
+    """One order of good and fair fails: what the other order says of them is no score."""
+    notes, metrics = {}, {}
+    with scripted_http(likes_the_first) as (url, _):
+        judge = PARTS["group_judge"](judge=url, model="lossy", pairwise=9, retries=0)
+        judge.metrics, judge.notes = metrics, notes
+        scores = pytest.approx([WINS[1], WINS[0], 1 - (WINS[0] + WINS[1]) / 2])
+        for unread in (1 / 5, 1.0):  # of the replies; at the second time the others are kept
+            assert await ask(judge, ["good", "fair", "poor"]) == scores
+            assert metrics["group_judge/unread"] == unread
+            assert metrics["group_judge/unscored"] == 0
+        with pytest.raises(RolloutRejectedError, match="no answer has a score"):
+            await ask(judge, ["good", "fair"])
+        await judge.aclose()
+
+
 async def test_pairs_are_compared_by_a_servers_log_probabilities():
-    worth = {"good": 2.0, "fair": 1.0, "poor": 0.0}
-
-    def reply(path, body):
-        data = shown(body["messages"])
-        first, second = data["answer A"], data["answer B"]
-        logit = worth.get(first, 0) - worth.get(second, 0) + 1.0  # what stands first is liked
-        chance = 1 / (1 + math.exp(-logit))
-        tops = [("A", math.log(0.5 * chance)), ("B", math.log(0.5 * (1 - chance)))]
-        tops = [("I", -0.1)] if "odd" in (first, second) else tops
-        entry = {"top_logprobs": [{"token": token, "logprob": p} for token, p in tops]}
-        choice = {"message": {"content": "A"}, "logprobs": {"content": [entry]}}
-        if body["model"] == "silent":
-            choice["logprobs"] = None
-        return 200, {}, {"choices": [choice], "usage": {"completion_tokens": 1}}
-
-    def sigmoid(x):
-        return 1 / (1 + math.exp(-x))
-
-    with scripted_http(reply) as (url, seen):
+    with scripted_http(likes_the_first) as (url, seen):
 
         def make(model="weak", **options):
             judge = PARTS["group_judge"](judge=url, model=model, **{"pairwise": 9} | options)
@@ -470,11 +505,11 @@ async def test_pairs_are_compared_by_a_servers_log_probabilities():
         made = []
         judge = make(rubric="Good.")
         poor, good, fair, again = await ask(judge, ["poor", "good", "fair", "good"])
-        wins = [(sigmoid(1 + d) + sigmoid(d - 1)) / 2 for d in (1, 2)]
-        assert good == again == pytest.approx(sum(wins) / 2)
+        assert good == again == pytest.approx(sum(WINS) / 2)
         assert (fair, poor) == (pytest.approx(0.5), pytest.approx(1 - good))
         assert judge.metrics["group_judge/requests"] == 6, "three pairs, in both orders"
         assert 0.2 < judge.metrics["group_judge/position_bias"] < 0.6
+        assert judge.metrics["group_judge/choice_mass"] == pytest.approx(0.5)
         assert len(judge.notes["group_judge"][0]["orders"]) == 2
         assert "50% of the probability" in judge.notes["group_judge"][0]["reason"]
         [body] = {json.dumps({**body, "messages": 0}, sort_keys=True) for _, _, body in seen}
@@ -487,17 +522,18 @@ async def test_pairs_are_compared_by_a_servers_log_probabilities():
             "messages": 0,
         }
         assert await ask(judge, ["good", "fair"]) == [
-            pytest.approx(wins[0]),
-            pytest.approx(1 - wins[0]),
+            pytest.approx(WINS[0]),
+            pytest.approx(1 - WINS[0]),
         ]
         assert await ask(judge, ["good"]) == [0.5], "there is nothing to compare it with"
         good, odd, fair = await ask(judge, ["good", "odd", "fair"])
-        assert (good, odd) == (pytest.approx(wins[0]), UNSCORED)
+        assert (good, odd) == (pytest.approx(WINS[0]), UNSCORED)
         assert "neither A nor B" in judge.notes["group_judge"][1]["reason"]
         assert judge.metrics["group_judge/unread"] == 1.0, "of the four that were not kept"
+        assert judge.metrics["group_judge/choice_mass"] == 0.0
         before = len(seen)
         each = make(rubric=CRITERIA[:2], aggregation="explicit")
-        assert (await ask(each, ["fair", "poor"]))[0] == pytest.approx(wins[0])
+        assert (await ask(each, ["fair", "poor"]))[0] == pytest.approx(WINS[0])
         assert len(seen) - before == 4, "in both orders for each criterion"
         assert await ask(each, ["fair", "fair"]) == [0.5, 0.5] and len(seen) - before == 4
         with pytest.raises(RolloutRejectedError, match="gives no log-probabilities"):
@@ -546,6 +582,33 @@ async def test_a_server_with_little_room_replies_within_it():
         (True, True),
         (False, True),
     ]
+
+
+async def test_a_choice_for_which_there_is_no_room_is_not_asked_for_without_a_bound():
+    answer = 400, {}, {"error": {"message": "you asked for more than the context size"}}
+    with scripted_http(lambda path, body: answer) as (url, seen):
+        judge = PARTS["group_judge"](judge=url, model="wise", pairwise=1)
+        with pytest.raises(RolloutRejectedError, match="context size"):
+            await judge(prompts=["q"] * 2, completions=["a", "b"])
+        await judge.aclose()
+    assert [body.get("max_tokens") for _, _, body in seen] == [1, 1]
+    asked = []
+
+    async def generate(request):
+        asked.append(request.params.max_tokens)
+        raise ContextLengthError(9, 8)
+
+    client = SimpleNamespace(generate=generate)
+    for most in (1, 9):
+        with pytest.raises(ContextLengthError):
+            await _within_room(client, Request("r", (1,), SamplingParams(max_tokens=most)))
+    assert asked == [1, 9, None]
+
+
+@pytest.mark.parametrize(("part", "seconds"), [("judge", 120.0), ("group_judge", 300.0)])
+def test_a_judges_signature_says_its_own_default(part, seconds):
+    assert inspect.signature(PARTS[part]).parameters["timeout_s"].default == seconds
+    assert PARTS[part](judge="base")._model._timeout_s == seconds
 
 
 async def test_the_base_is_held_to_the_schema_so_every_reply_is_read(tiny_tokenizer):
@@ -639,6 +702,11 @@ def test_a_second_judge_has_metrics_and_notes_of_its_own():
         ({"both_orders": math.nan}, "both_orders"),
         ({"aggregation": "mean"}, '"implicit" or "explicit"'),
         ({"pairwise": -1}, "pairwise = -1"),
+        ({"pairwise": 2.5}, "pairwise = 2.5: a whole number"),
+        ({"pairwise": True}, "pairwise = True: a whole number"),
+        ({"pairwise": "4"}, "pairwise = '4': a whole number"),
+        ({"pairwise": 2, "structured": False}, "unset both_orders and max_tokens, structured"),
+        ({"pairwise": 2, "reason_length": 9}, "unset .* reason_length"),
         ({"pairwise": 2, "both_orders": 0.5}, "unset both_orders"),
         ({"pairwise": 2, "max_tokens": 9}, "unset both_orders and max_tokens"),
         ({"pairwise": 2, "judge": "python:a.py:b"}, "a judge that is no function"),

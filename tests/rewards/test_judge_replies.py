@@ -139,7 +139,12 @@ def test_choices_and_pairs_by_hand():
     half, tenth = math.log(0.5), math.log(0.1)
     choices = {
         (("A", math.log(0.3)), ("B", tenth), ("The", half)): 0.75,
-        (("B", half),): 0.0,
+        (("B", math.log(0.8)),): 0.2,  # A may have all that is left, 0.2
+        (("A", math.log(0.6)), ("The", math.log(0.2))): 0.75,  # B counts as the last one listed
+        (("A", 1000.0), ("B", 0.7)): 0.5,  # no probability is above 1
+        (("The", -0.01), ("A", -9.0)): "only 0.0% of the probability is on A and B, the first is",
+        (("The", math.log(0.9)), ("A", math.log(0.03)), ("B", math.log(0.01))): "only 4.0% of",
+        (("The", math.log(0.9)), ("A", math.log(0.045)), ("B", math.log(0.015))): 0.75,
         ((" A", tenth), ("\u2581A", tenth), ("\u0120B", tenth), ("**A", tenth)): 0.75,
         (("AB", half), ("a", half), ("Answer", half), ("", half), ("A", tenth)): 1.0,
         (("A", 1e-7), ("B", -math.inf), ("B", math.nan)): 1.0,
@@ -161,4 +166,5 @@ def test_choices_and_pairs_by_hand():
         pairs = pairs_of(range(size), others)
         assert len({frozenset(pair) for pair in pairs}) == len(pairs)
         for answer in range(size):
-            assert sum(answer in pair for pair in pairs) >= min(others, size - 1)
+            met = sum(answer in pair for pair in pairs)
+            assert met == min(others + others % 2, size - 1), "an odd number counts as the next one"

@@ -111,10 +111,13 @@ def test_a_tie_that_is_kept_makes_no_pair(store: RolloutStore) -> None:
     assert batch.statistics.groups_without_variance == 0.5
 
 
-def test_a_step_is_dpo_of_the_pairs_in_float64() -> None:
-    """A twin that scores one sequence at a time with the plain model, adapter on and off."""
+@pytest.mark.parametrize("wpo", [False, True])
+def test_a_step_is_dpo_of_the_pairs_in_float64(wpo: bool) -> None:
+    """A twin that scores one sequence at a time with the plain model, adapter on and off; a pair's
+    weight in WPO is exp of the means of log p - log Σ p² of both."""
+    preference = {"beta": 0.3, "wpo": wpo}
     config = make_config(
-        algorithm="online_dpo", preference={"beta": 0.3}, max_grad_norm=0.0, temperature=0.8
+        algorithm="online_dpo", preference=preference, max_grad_norm=0.0, temperature=0.8
     )
     trainer = make_trainer(config, needs_reference=True)
     perturb_adapter(trainer.policy)
@@ -128,16 +131,20 @@ def test_a_step_is_dpo_of_the_pairs_in_float64() -> None:
             rollout = replace(group.rollouts[place], temperature=0.8)
             sequences.append((rollout, rows[place]))
 
-    def summed(rollout: object) -> float:
+    def scored(rollout: object) -> tuple[float, float]:
         tokens, mask = rollout.tokens, rollout.mask
         logits = np.array(trainer.policy.model(mx.array([tokens]))[0].astype(mx.float32))
         scaled = logits.astype(np.float64) / 0.8
         norm = np.log(np.exp(scaled - scaled.max(-1, keepdims=True)).sum(-1)) + scaled.max(-1)
-        return sum(scaled[t - 1, tokens[t]] - norm[t - 1] for t in range(1, len(tokens)) if mask[t])
+        logs = scaled - norm[:, None]
+        taken = [t for t in range(1, len(tokens)) if mask[t]]
+        found = np.array([logs[t - 1, tokens[t]] for t in taken])
+        collision = np.array([-np.log(np.exp(2 * logs[t - 1]).sum()) for t in taken])
+        return found.sum(), (found + collision).mean()
 
-    policy = np.array([summed(rollout) for rollout, _ in sequences])
+    policy, aligned = np.array([scored(rollout) for rollout, _ in sequences]).T
     with trainer.policy.reference():
-        reference = np.array([summed(rollout) for rollout, _ in sequences])
+        reference = np.array([scored(rollout)[0] for rollout, _ in sequences])
     ratios = policy - reference
     margins = 0.3 * (ratios[0::2] - ratios[1::2])
     batch = TrainBatch(
@@ -147,7 +154,9 @@ def test_a_step_is_dpo_of_the_pairs_in_float64() -> None:
         BatchStatistics(),
     )
     metrics = trainer.train_step(batch).metrics
-    assert metrics["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), rel=3e-6)
+    weights = np.exp(aligned[0::2] + aligned[1::2]) if wpo else 1.0
+    wanted = (weights * np.log1p(np.exp(-margins))).mean()
+    assert metrics["loss"] == pytest.approx(wanted, rel=3e-6)
     assert metrics["rewards/margins"] == pytest.approx(margins.mean(), abs=3e-6)
     assert metrics["rewards/accuracies"] == pytest.approx((margins > 0).mean())
     assert np.abs(margins).max() > 1e-3

@@ -164,15 +164,18 @@ def _stretches(pieces: Sequence[bytes], data: bytes, number: int, place: int) ->
     joined, starts = b"".join(pieces[number:last]), [0, *accumulate(map(len, pieces[number:last]))]
     first = number
     while first < last:
-        window = joined[starts[first - number] :][:ANCHOR]
-        at = data.find(window, place, end)
+        window = joined[starts[first - number] : starts[first - number] + ANCHOR]
+        at = data.find(window, place, end) if len(window) == ANCHOR else -1
         once = at == data.rfind(window, place, end) and joined.find(window) == joined.rfind(window)
+        if at < 0 or not once or _inside(data, at):  # before what is read on: it may be long
+            first += 1
+            continue
         behind, stop = first, at
         while behind < last and pieces[behind] and data.startswith(pieces[behind], stop, end):
             behind, stop = behind + 1, stop + len(pieces[behind])
         while behind > first and _inside(data, stop):
             behind, stop = behind - 1, stop - len(pieces[behind - 1])
-        if len(window) < ANCHOR or at < 0 or not once or _inside(data, at) or behind == first:
+        if behind == first:
             first += 1
             continue
         yield _Stretch(first, behind, at)

@@ -368,6 +368,15 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
             {"data": {"path": "x"}},
             "has no label_smoothing",
         ),
+        (
+            {
+                "algorithm": "dpo",
+                "preference": {"loss_type": ["sft", "aot"]},
+                "lora": {"dropout": 0.1},
+            },
+            {"data": {"path": "x"}},
+            r'"aot" sorts log-probabilities .*: set rl_training\.lora\.dropout = 0',
+        ),
     ],
 )
 def test_what_does_not_go_together(

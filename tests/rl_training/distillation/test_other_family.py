@@ -23,6 +23,8 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation import other_family, tokenizers
 from mlx_parallm.rl_training.distillation.alignment import (
     Placed,
+    _Stretch,
+    _stretches,
     broken_characters,
     common_spans,
     edited,
@@ -102,6 +104,31 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 # ---------------------------------------------------------------------- the alignment
+
+
+class Counting(bytes):
+    """Bytes that count how often it was asked what they begin with."""
+
+    asked = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        self.asked += 1
+        return super().startswith(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (b"ab" * 2000, [b"ab"] * 2000),
+        (b"0123456789abcdef, 0123456789abcdef", [b"01234567", b"89abcdef"]),
+        (b"0123456789abcdef", [b"01234567", b"89abcdef", b", ", b"01234567", b"89abcdef"]),
+    ],
+)
+def test_a_stretch_that_is_there_twice_is_none(text: bytes, tokens: list[bytes]) -> None:
+    """Which of the two is meant is not known; nor is it read on to the end from each token."""
+    data, pieces = Counting(b"E" + text + b"!"), [b"e", *tokens, b"?"]
+    assert list(_stretches(pieces, data, 0, 0)) == [_Stretch(len(pieces), len(pieces), len(data))]
+    assert data.asked <= len(pieces)
 
 
 def random_text(rng: random.Random) -> str:
