@@ -572,11 +572,15 @@ async def test_a_server_with_little_room_replies_within_it():
         if "max_tokens" in body:
             return 400, {}, {"error": {"message": "you asked for more than the context size"}}
         text = scored(body["messages"], lambda a: float(a == "b"))
-        return 200, {}, {"choices": [{"message": {"content": [{"type": "text", "text": text}]}}]}
+        choice = {"message": {"content": [{"type": "text", "text": text}]}}
+        tops = {"content": [{"top_logprobs": [{"token": "{", "logprob": -0.1}]}]}  # not asked for
+        return 200, {}, {"choices": [choice | {"logprobs": tops}]}
 
     with scripted_http(reply) as (url, seen):
         judge = PARTS["group_judge"](judge=url, model="wise", both_orders=0.0)
-        assert await judge(prompts=["q"] * 2, completions=["a", "b"]) == [0.0, 1.0]
+        judge.metrics, judge.notes = {}, {}
+        assert await ask(judge, ["a", "b"]) == [0.0, 1.0]
+        assert "group_judge/choice_mass" not in judge.metrics
         await judge.aclose()
     assert [("max_tokens" in body, "response_format" in body) for _, _, body in seen] == [
         (True, True),
