@@ -10,12 +10,11 @@ in turns; the least of all rounds is what Python itself takes, since nothing mak
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from scripts.bench.kv import make_engine  # the fast BLAS comes before MLX
+from scripts.bench.kv import make_engine, time_builds  # the fast BLAS comes before MLX
 
 # isort: split
 import mlx.core as mx
@@ -32,18 +31,8 @@ STEPS, FIRST, LONGER = 100, 12, 5  # steps; tokens of the first prompt, and more
 
 def running(model: str, rows: int) -> tuple[Engine, list[float]]:
     """Return an engine whose rows decode, and what building each of its steps takes."""
-    engine, building = make_engine(model, "auto", async_scheduling=False), list[float]()
-    runner: Any = engine._runner
-    launch = runner.launch
-
-    def timed(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return launch(*arguments)
-        finally:
-            building.append(time.perf_counter() - started)
-
-    runner.launch = timed
+    engine = make_engine(model, "auto", async_scheduling=False)
+    building = time_builds(engine)
     params = SamplingParams(max_tokens=STEPS + 40, ignore_eos=True, temperature=1.0)
     for row in range(rows):
         prompt = tuple(3 + (7 * row + place) % 50 for place in range(FIRST + LONGER * row))
