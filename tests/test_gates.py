@@ -16,6 +16,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.source_trees import PACKAGE, Source, report, sources, tell
 from tests.test_architecture import unit_of
 
@@ -512,3 +514,48 @@ def test_nothing_is_forked_and_no_stream_is_handed_over() -> None:
         for node in source.nodes(ast.ImportFrom)
         if (node.module or "").startswith("mlx_lm.tuner.losses")
     )
+
+
+CLOCKS = {"time", "monotonic", "perf_counter", "sleep"}
+
+
+def test_no_test_moves_the_clock_of_the_process() -> None:
+    """The loop of a server that is shared by a whole run saw 1000 s, on a machine that had been up
+    for 600: it waited until then, and the run failed at its last teardown, on young machines
+    only."""
+    tell(
+        (
+            f"{source.path}:{node.lineno}"
+            for source in sources("tests")
+            for node in source.nodes(ast.Call)
+            if moves_the_clock(node)
+        ),
+        'set the name `time` of the one module instead: setattr(module, "time", Clock()), of'
+        " tests/clock.py",
+    )
+
+
+def moves_the_clock(call: ast.Call) -> bool:
+    texts = [ast.unparse(argument) for argument in call.args[:2]]
+    if not texts or not ast.unparse(call.func).endswith(("setattr", "patch", "patch.object")):
+        return False
+    owner, name = texts[0].split(".")[-1], texts[-1].strip("'")
+    return (owner == "time" and name in CLOCKS) or texts[0].startswith("'time.")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('monkeypatch.setattr(time, "monotonic", clock)', True),
+        ('monkeypatch.setattr(heartbeat.time, "time", clock)', True),
+        ('setattr(module.time, "sleep", never)', True),
+        ('monkeypatch.setattr("time.monotonic", clock)', True),
+        ('mock.patch.object(time, "perf_counter")', True),
+        ('monkeypatch.setattr(heartbeat, "time", clock)', False),
+        ('monkeypatch.setattr(middleware, "asyncio", clock)', False),
+    ],
+)
+def test_the_rule_on_clocks_itself(text: str, wrong: bool) -> None:
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert moves_the_clock(call) is wrong

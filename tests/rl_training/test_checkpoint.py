@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from mlx_parallm.run_files.versions import VersionNumbers
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
+from tests.clock import Clock
 from tests.rl_training.making import (
     adapter_arrays,
     assert_same_training,
@@ -278,22 +278,22 @@ def test_copies_for_a_fault_of_the_gpu_take_a_small_share_of_the_time(
 ) -> None:
     """A copy that takes a second is made again after 200 s; one that a checkpoint has overtaken is
     dropped, and made again at once."""
-    trainer, clock = trained(), [1000.0]
+    trainer, clock = trained(), Clock(1000.0)
     checkpointer, copy = make_checkpointer(tmp_path, trainer), trainer.optimizer.host_copy
     steps = list[int]()
 
     def slowly(most_bytes: int) -> Any:
         steps.append(step)
-        clock[0] += 1.0
+        clock.now += 1.0
         return copy(most_bytes)
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(checkpoint_module, "time", clock)
     monkeypatch.setattr(trainer.optimizer, "host_copy", slowly)
     for step in range(1, 9):
         checkpointer.keep(state_at(step), None)
         if step == 6:
             checkpointer.save(state_at(step))
-        clock[0] += 79.0
+        clock.now += 79.0
     assert steps == [1, 4, 7]
     device = mx.default_device()
     try:

@@ -17,14 +17,16 @@ from mlx_parallm.system.device.heartbeat import (
     Listener,
 )
 from mlx_parallm.system.serve_priority import Turns
+from tests.clock import Clock
 
 
-class Clock:
+class FileClock(Clock):
     """Seconds of `time.monotonic`, and of files."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self._directory = 100.0, directory
-        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+        super().__init__(100.0)
+        self._directory = directory
+        monkeypatch.setattr(heartbeat, "time", self)
 
     def beat(self, part: str, signs: int = COLD) -> None:
         (self._directory / part).touch()
@@ -41,7 +43,7 @@ class Clock:
 def test_a_part_that_has_work_and_is_silent_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    clock, listener = FileClock(tmp_path, monkeypatch), Listener(tmp_path, 40)
     clock.beat(PROCESS)
     assert clock.hangs(listener, 39) is None
     clock.beat(ENGINE)
@@ -56,7 +58,7 @@ def test_a_part_that_has_work_and_is_silent_hangs(
 def test_what_takes_long_may_be_silent_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    clock, listener = FileClock(tmp_path, monkeypatch), Listener(tmp_path, 40)
     clock.beat(ENGINE, 1)  # its first evaluations compile kernels
     assert clock.hangs(listener, 40 * FIRST) is None
     clock.beat(ENGINE, COLD - 1)
@@ -82,9 +84,8 @@ def test_a_part_that_was_quick_is_known_within_its_first_second(
 ) -> None:
     """An engine that hung two seconds after its start, with 60 steps behind it, was given ten
     minutes as one whose kernels are compiled."""
-    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    clock, listener = FileClock(tmp_path, monkeypatch), Listener(tmp_path, 40)
     monkeypatch.setattr(Heartbeat, "directory", tmp_path)
-    monkeypatch.setattr(heartbeat.time, "time", lambda: clock.now)
     for signs, part in ((60, "engine"), (COLD - 1, "trainer")):
         sign = Heartbeat(part)
         for _ in range(signs):
