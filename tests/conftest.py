@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import ssl
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.device.traits import gpu_like
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
+from tests.altered import unaltered_process
 from tests.engine.helpers import engine_options
 from tests.server.serving import RunningServer, running_server
 
@@ -196,10 +196,12 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
         yield openai
 
 
-@pytest.fixture
-def own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test adds to sys.path is gone after it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+@pytest.fixture(autouse=True)
+def own_process() -> Iterator[None]:
+    """What a test, or a command that it calls here, sets for the whole process is gone after it:
+    no test sees which ran before it."""
+    with unaltered_process():
+        yield
 
 
 @pytest.fixture
@@ -211,13 +213,5 @@ def heeded_interrupt() -> Iterator[None]:
 
 
 @pytest.fixture
-def informative_logs() -> Iterator[None]:
+def informative_logs() -> None:
     configure_logging(level="info")
-    yield
-    configure_logging(level="error")
-
-
-@pytest.fixture
-def restored_logs() -> Iterator[None]:
-    yield
-    configure_logging(level="error")

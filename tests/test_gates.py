@@ -8,9 +8,10 @@ import ast
 import contextlib
 import io
 import re
+import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -516,31 +517,48 @@ def test_nothing_is_forked_and_no_stream_is_handed_over() -> None:
     )
 
 
-CLOCKS = {"time", "monotonic", "perf_counter", "sleep"}
+STARTED_WITH = {"argv", "path", "stdin"}  # what a program is started with, which no thread waits by
 
 
-def test_no_test_moves_the_clock_of_the_process() -> None:
-    """The loop of a server that is shared by a whole run saw 1000 s, on a machine that had been up
-    for 600: it waited until then, and the run failed at its last teardown, on young machines
-    only."""
+def test_no_test_alters_the_standard_library() -> None:
+    """It is the whole process's: the loop of a server that is shared by a run saw a test's clock,
+    waited until its 1000 s, and the run failed at its end, on machines that had been up for
+    less."""
     tell(
         (
-            f"{source.path}:{node.lineno}"
+            f"{source.path}:{node.lineno}: {ast.unparse(node.args[0])}"
             for source in sources("tests")
+            for others in [imported_packages(source)]
             for node in source.nodes(ast.Call)
-            if moves_the_clock(node)
+            if alters_a_library(node, others)
         ),
-        'set the name `time` of the one module instead: setattr(module, "time", Clock()), of'
-        " tests/clock.py",
+        'set the name in the one module instead: setattr(files, "os", Altered(os, fsync=fail)), of'
+        " tests/altered.py; a clock is tests/clock.py's",
     )
 
 
-def moves_the_clock(call: ast.Call) -> bool:
-    texts = [ast.unparse(argument) for argument in call.args[:2]]
+def imported_packages(source: Source) -> set[str]:
+    """Return the names that modules of other libraries have in a file: `signal` may be one of
+    the package's."""
+    return {
+        alias.asname or alias.name
+        for node in source.nodes(ast.ImportFrom)
+        if (node.module or "").split(".")[0] not in sys.stdlib_module_names
+        for alias in node.names
+    }
+
+
+def alters_a_library(call: ast.Call, others: Collection[str]) -> bool:
+    """Return whether a call sets an attribute of a module of the standard library."""
+    texts = [ast.unparse(argument) for argument in call.args]
     if not texts or not ast.unparse(call.func).endswith(("setattr", "patch", "patch.object")):
         return False
-    owner, name = texts[0].split(".")[-1], texts[-1].strip("'")
-    return (owner == "time" and name in CLOCKS) or texts[0].startswith("'time.")
+    if texts[0].startswith("'"):
+        owner, name = texts[0].strip("'").rpartition(".")[::2]
+    else:
+        owner, name = texts[0], "".join(texts[1:2]).strip("'")
+    last = owner.rpartition(".")[2]
+    return last in sys.stdlib_module_names and owner not in others and name not in STARTED_WITH
 
 
 @pytest.mark.parametrize(
@@ -548,14 +566,16 @@ def moves_the_clock(call: ast.Call) -> bool:
     [
         ('monkeypatch.setattr(time, "monotonic", clock)', True),
         ('monkeypatch.setattr(heartbeat.time, "time", clock)', True),
-        ('setattr(module.time, "sleep", never)', True),
-        ('monkeypatch.setattr("time.monotonic", clock)', True),
-        ('mock.patch.object(time, "perf_counter")', True),
+        ('monkeypatch.setattr("mlx_parallm.recorder.os.write", half)', True),
+        ('monkeypatch.setattr("shutil.disk_usage", full)', True),
+        ('mock.patch.object(asyncio, "sleep")', True),
         ('monkeypatch.setattr(heartbeat, "time", clock)', False),
         ('monkeypatch.setattr(middleware, "asyncio", clock)', False),
+        ('monkeypatch.setattr(signal, "PAUSE_S", 0.01)', False),
+        ('monkeypatch.setattr(sys, "path", [])', False),
     ],
 )
-def test_the_rule_on_clocks_itself(text: str, wrong: bool) -> None:
+def test_the_rule_on_libraries_itself(text: str, wrong: bool) -> None:
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call)
-    assert moves_the_clock(call) is wrong
+    assert alters_a_library(call, {"signal"}) is wrong

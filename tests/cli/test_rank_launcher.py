@@ -15,7 +15,7 @@ import pytest
 from mlx_parallm import cli
 from mlx_parallm.cli import rank_launcher
 from mlx_parallm.errors import RankLostError
-from mlx_parallm.system.log import configure_logging
+from tests.altered import Altered
 from tests.signals_reset import default_signals
 from tests.waiting import until
 
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(
         return started[0]
 
     parent = stub_ranks(tmp_path, {"1.0": "waits"})
-    monkeypatch.setattr(subprocess, "Popen", start_one)
+    monkeypatch.setattr(rank_launcher, "subprocess", Altered(subprocess, Popen=start_one))
     with pytest.raises(RankLostError, match=r"rank 1 of 2 .*started"):
         parent._run_once([])
     assert started[0].returncode == 0
@@ -248,10 +248,7 @@ def test_the_ranks_share_the_name_and_the_port_of_the_first(
         f'rl_training.checkpoint_dir="{tmp_path}"',
     ]
     own += ["--set", "rl_training.on_rank_lost='continue'", "--set", "server.port=0"]
-    try:
-        assert cli.train(own) == 5
-    finally:
-        configure_logging(level="error")
+    assert cli.train(own) == 5
     [parent] = made
     assert parent._arguments[: len(own)] == own
     assert parent._arguments[-3].startswith('rl_training.run_name="quickstart-')

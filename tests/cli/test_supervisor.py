@@ -14,7 +14,7 @@ from mlx_parallm.cli import supervisor
 from mlx_parallm.cli.supervisor import HEARTBEAT, Supervisor
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.system.log import RunLog, configure_logging
+from mlx_parallm.system.log import RunLog
 from tests.signals_reset import default_signals
 
 # A child that appends its arguments to `starts` and then does line n of `deeds` at start n. `saves`
@@ -297,10 +297,7 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(daemon, "run_training", run_training)
     monkeypatch.setattr("mlx_parallm.cli.start._before_mlx", lambda **_: None)
     own = ["--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:f"]
-    try:
-        assert cli.train([*own, "--restarts", "2"]) == 0
-    finally:
-        configure_logging(level="error")
+    assert cli.train([*own, "--restarts", "2"]) == 0
     [parent] = parents
     again = supervisor.resume_again(parent._first, parent._directory, None, "step_000001")
     assert cli.train([*parent._arguments, *again]) == 0

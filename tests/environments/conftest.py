@@ -19,7 +19,6 @@ def warned():
     configure_logging(level="warning")
     with capture_logs() as logs:
         yield logs
-    configure_logging(level="error")
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from mlx_parallm.execution.sandbox import sandbox as module
 from mlx_parallm.execution.sandbox import sandbox_launcher as launcher
 from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox
 from scripts.bench import sandbox as bench
+from tests.altered import Altered
 
 TIMEOUT_S = 0.6
 MARGIN_S = 2.0  # the promised second, and one for a machine that is busy otherwise
@@ -617,7 +618,7 @@ def test_the_way_of_macos_but_for_what_its_kernel_does(monkeypatch, tmp_path):
     """sandbox-exec's place is taken by a program that closes nothing: start, end and time-out
     are the parent's."""
     if os.getuid() == 0:  # another user has to be able to execute it
-        monkeypatch.setattr(module.sys, "_base_executable", "/usr/bin/python3")
+        monkeypatch.setattr(module, "sys", Altered(sys, _base_executable="/usr/bin/python3"))
         if not Path("/usr/bin/python3").exists():
             pytest.skip("no interpreter outside root's home")
         try:

@@ -21,8 +21,6 @@ from mlx_parallm.execution.user_code import (
     user_code,
 )
 
-pytestmark = pytest.mark.usefixtures("own_search_path")
-
 
 def write(directory: Path, text: str, name: str = "mine.py") -> Path:
     file = directory / name

@@ -14,8 +14,10 @@ import pytest
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.models import hub as hub_module
 from mlx_parallm.models.hub import download
 from mlx_parallm.models.loading import check_model, load_model
+from tests.altered import Altered
 from tests.models.fake_hub import REPOSITORY, FakeHub, Refusal, fake_hub
 from tests.tiny_models import QWEN3, save_checkpoint
 
@@ -134,7 +136,8 @@ def test_too_little_disk_is_said_before_the_download(
 ) -> None:
     hub.sizes["model.safetensors"] = 9_000_000_000
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**10, 9 * 10**9, 10**9))
+    disk = usage(10**10, 9 * 10**9, 10**9)
+    monkeypatch.setattr(hub_module, "shutil", Altered(shutil, disk_usage=lambda _: disk))
     text = refusal()
     assert "needs 9.0 GB more in" in text
     assert "where 1.0 GB are free" in text

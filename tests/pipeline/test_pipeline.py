@@ -1,7 +1,6 @@
 """The whole way on the shipped model: one command, killed in the training, finished by the same
 command."""
 
-import importlib.util
 import json
 import os
 import random
@@ -20,7 +19,14 @@ import pytest
 from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.checkpoint_files import directory_of
-from mlx_parallm.systems.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
+from mlx_parallm.system import packages
+from mlx_parallm.systems.pipeline import (
+    CPU_ONLY,
+    LearnedReward,
+    TrainingPipeline,
+    detect_hardware,
+    requirements,
+)
 from mlx_parallm.systems.pipeline.options import PipelineOptions, check_options
 from mlx_parallm.systems.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
 from mlx_parallm.systems.pipeline.references import AGREEMENT
@@ -28,6 +34,7 @@ from mlx_parallm.systems.pipeline.stages import Stages
 from mlx_parallm.systems.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
 from mlx_parallm.systems.traces.trace import Trace, new_trace
+from tests.altered import Altered
 from tests.export.llama import needs_llama
 from tests.export.test_ollama import fake_ollama
 
@@ -212,14 +219,13 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(
 ) -> None:
     """Of deploying, exporting, training, and of all: no stage has begun, and nothing was
     trained."""
-    find_spec = importlib.util.find_spec
-    missing = {"gguf"} if more == ["no package"] else {"trackio"}
+    installed, missing = packages.is_installed, "gguf" if more == ["no package"] else "trackio"
     monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *a: None if name in missing else find_spec(name, *a),
+        packages, "is_installed", lambda module: module != missing and installed(module)
     )
     if more == ["no disk"]:
-        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        full = Altered(shutil, disk_usage=lambda _: SimpleNamespace(free=1000))
+        monkeypatch.setattr(requirements, "shutil", full)
     if "--base-model" in more:
         shutil.copytree(directory_of("builtin:tiny"), place / more[-1])
         for file in (place / more[-1]).glob("*template*"):

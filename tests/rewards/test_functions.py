@@ -16,8 +16,6 @@ from mlx_parallm.rewards.base import UNSCORED, exact_match, score_group, verifie
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, TurnScores
 from tests.rewards.trajectories import ROLLOUT, trajectory
 
-pytestmark = pytest.mark.usefixtures("own_search_path")
-
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "completion": "never passed on"}
 PLAIN = "2+2?"
 CHAT = [{"role": "user", "content": "2+2?"}]

@@ -101,7 +101,6 @@ def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
     configure_logging(level="info")
     with capture_logs() as logs:
         state = make_checkpointer(tmp_path / "run", other).resume(path, store, metrics)
-    configure_logging(level="error")
     assert [(line["event"], line["checkpoint"], line["steps"]) for line in logs] == [
         ("resumed", "step_000002", 2)
     ]
@@ -234,7 +233,6 @@ def test_missing_lines_of_metrics_are_told(sound: Path, tmp_path: Path) -> None:
         make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(
             tmp_path / "run" / "step_000002", NoStore(), metrics
         )
-    configure_logging(level="error")
     (warning,) = [line for line in logged if line["log_level"] == "warning"]
     assert (warning["lines"], warning["steps"]) == (1, 2)
 

@@ -191,11 +191,8 @@ def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=2, max_empty_rounds=2) as run:
         run.bandit.reward = lambda token: 1.0
         configure_logging(level="warning")
-        try:
-            with capture_logs() as logs:
-                assert run.loop.run() == "finished"
-        finally:
-            configure_logging(level="error")
+        with capture_logs() as logs:
+            assert run.loop.run() == "finished"
         warned = [entry for entry in logs if entry["event"] == "step with fewer rollouts"]
         assert [entry["step"] for entry in warned] == [1], "the same reason is told once"
         for line in run.lines:

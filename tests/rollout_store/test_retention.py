@@ -13,6 +13,7 @@ from mlx_parallm.rollout_store.database import SPARE_PAGES
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
+from tests.altered import Altered
 from tests.rollout_store.groups import make_group, make_rollout
 from tests.waiting import until
 
@@ -169,13 +170,14 @@ def test_below_the_reserve_no_group_is_accepted(tmp_path, monkeypatch):
 def test_the_reserve_by_default_is_a_share_of_a_small_disk(tmp_path, monkeypatch):
     def disk_of(size_gb: float):
         blocks = round(size_gb * 10**9 / 4096)
-        return lambda path: os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
+        status = os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(files, "os", Altered(os, statvfs=lambda path: status))
 
-    monkeypatch.setattr(os, "statvfs", disk_of(500))
+    disk_of(500)
     assert files.reserve_bytes(tmp_path, None) == 10**9
     assert files.reserve_bytes(tmp_path, 2.5) == 2_500_000_000
     assert files.reserve_bytes(tmp_path, 0.0) == 0
-    monkeypatch.setattr(os, "statvfs", disk_of(2))
+    disk_of(2)
     assert files.reserve_bytes(tmp_path, None) == pytest.approx(10**8, rel=1e-3)
     assert files.shortage(tmp_path, 0) is None
 

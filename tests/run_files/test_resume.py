@@ -189,7 +189,6 @@ def test_the_last_runs_adapter_is_taken_when_it_fits(tmp_path: Path) -> None:
     configure_logging(level="info")
     with capture_logs() as logged:
         layers = adapter_of(own)
-    configure_logging(level="error")
     [said] = logged
     assert "continues from an adapter" in said["event"] and said["of_run"] == "old", (
         "a second run of the same file began there without a word"
@@ -241,7 +240,6 @@ def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(weights)
     with capture_logs() as logged:
         note_base(store, model)
-    configure_logging(level="error")
     assert [(line["log_level"], line["path"]) for line in logged] == [("warning", str(model))]
     store.close()
 
@@ -268,7 +266,6 @@ def test_a_setting_that_was_changed_live_is_not_told_as_changed_back(
     configure_logging(level="info")
     with capture_logs() as logged:
         what_to_resume(config(tmp_path, setting, *place), "auto")
-    configure_logging(level="error")
     lines = [line for line in logged if line["event"] == "changed on resume"]
     assert [{key: line[key] for key in line if "." in key} for line in lines] == (
         [told] * bool(told)

@@ -117,13 +117,10 @@ def test_the_table_is_printed_above_the_live_display() -> None:
 
 def test_without_a_terminal_it_is_a_line_each() -> None:
     configure_logging(level="info")
-    try:
-        with capture_logs() as logs:
-            TrainingDisplay(Console(file=io.StringIO())).samples(
-                2, choose_samples(2, [group("a", [0.5, 0.2])], letters)
-            )
-    finally:
-        configure_logging(level="error")
+    with capture_logs() as logs:
+        TrainingDisplay(Console(file=io.StringIO())).samples(
+            2, choose_samples(2, [group("a", [0.5, 0.2])], letters)
+        )
     assert [(entry["event"], entry["which"], entry["reward"]) for entry in logs] == [
         ("sample", "first, best", 0.5),
         ("sample", "worst", 0.2),

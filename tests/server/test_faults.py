@@ -380,12 +380,9 @@ def test_the_access_log_is_a_debug_line_with_the_request_id(fake, capsys):
         return [json.loads(line) for line in "".join(written).splitlines()]
 
     configure_logging(json=True, level="debug")
-    try:
-        with fake.http() as http:
-            http.get("/v1/models", headers={"X-Request-ID": "trace-me"})
-        until(lambda: any(line.get("request_id") == "trace-me" for line in lines()))
-    finally:
-        configure_logging(level="error")
+    with fake.http() as http:
+        http.get("/v1/models", headers={"X-Request-ID": "trace-me"})
+    until(lambda: any(line.get("request_id") == "trace-me" for line in lines()))
     [line] = [line for line in lines() if line.get("request_id") == "trace-me"]
     assert (line["event"], line["path"], line["status"]) == ("request", "/v1/models", 200)
 

@@ -6,6 +6,7 @@ DEVICE_FAULT_TEXTS sets the number of texts of users (10,000 take seconds).
 import asyncio
 import os
 import random
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,6 +30,7 @@ from mlx_parallm.system.device.faults import (
 )
 from mlx_parallm.system.serve_priority import Turns
 from mlx_parallm.weights import SharedWeights
+from tests.altered import Altered
 from tests.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
 
 KINDS = (
@@ -208,7 +210,7 @@ def test_a_probe_that_meets_a_fault_says_nothing_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernels were off for the rest of the run, and other numbers were rounded."""
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(kernels, "shutil", Altered(shutil, which=lambda name: "/usr/bin/g++"))
     kernels._compiles.cache_clear()
     try:
         with inject(Plan("raise", "probe", 0, TEXTS[2])), pytest.raises(DeviceFaultError):

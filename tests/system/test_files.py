@@ -20,10 +20,11 @@ from mlx_parallm.system.files import (
     write_atomically,
     write_directory,
 )
+from tests.altered import Altered
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
     """(what, file's name) of each flush and rename, in order; temporary names without their
     tail."""
     found: list[tuple[str, str]] = []
@@ -36,7 +37,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         found.append(("flush", name(Path(f"/proc/self/fd/{descriptor}").readlink())))
 
     def renamed(self: Path, target: Path) -> None:
-        found.append(("rename", name(self)))
+        if self.is_relative_to(tmp_path):  # no other thread's
+            found.append(("rename", name(self)))
         replace(self, target)
 
     monkeypatch.setattr(files, "flush_to_disk", flush)
@@ -74,9 +76,8 @@ def test_macos_is_asked_to_empty_the_drives_cache(
         if refusal is not None:
             raise OSError(refusal, "refused")
 
-    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
-    monkeypatch.setattr(fcntl, "fcntl", control)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+    monkeypatch.setattr(files, "fcntl", Altered(fcntl, F_FULLFSYNC=51, fcntl=control))
+    monkeypatch.setattr(files, "os", Altered(os, fsync=lambda descriptor: asked.append("fsync")))
     with (tmp_path / "file").open("wb") as file:
         if refusal == errno.EIO:
             with pytest.raises(OSError, match="refused"):
@@ -160,8 +161,8 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
         if values[0] > refused:
             raise ValueError("current limit exceeds maximum limit")
 
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
-    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    altered = Altered(resource, getrlimit=lambda kind: limits, setrlimit=setrlimit)
+    monkeypatch.setattr(files, "resource", altered)
     assert raise_file_limit() == expected
 
 

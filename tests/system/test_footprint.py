@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mlx_parallm.system import footprint
+from mlx_parallm.system import footprint, hardware
 from mlx_parallm.system.footprint import (
     IDLE_PAUSE_S,
     MemoryGuard,
@@ -20,6 +20,7 @@ from mlx_parallm.system.footprint import (
     process_bytes,
 )
 from mlx_parallm.system.hardware import memory_use
+from tests.altered import Altered
 
 
 class Engine:
@@ -139,7 +140,7 @@ def test_resident_memory_counts_where_the_system_says_no_more(
     assert footprint._resident_without_files(tmp_path / "old") == 0
     (tmp_path / "new").write_text("RssAnon:\t 3 kB\nRssFile:\t 900 kB\nRssShmem:\t 1 kB\n")
     assert footprint._resident_without_files(tmp_path / "new") == 4096
-    monkeypatch.setattr(sys, "platform", "freebsd14")
+    monkeypatch.setattr(footprint, "sys", Altered(sys, platform="freebsd14"))
     resident = psutil.Process().memory_info().rss
     assert 0.9 * resident < process_bytes() < 1.1 * resident
 
@@ -155,8 +156,8 @@ def test_the_physical_footprint_of_macos(monkeypatch: pytest.MonkeyPatch) -> Non
         return 0
 
     libraries = {footprint.LIBPROC: SimpleNamespace(proc_pid_rusage=proc_pid_rusage)}
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
+    monkeypatch.setattr(footprint, "sys", Altered(sys, platform="darwin"))
+    monkeypatch.setattr(footprint, "ctypes", Altered(ctypes, CDLL=libraries.__getitem__))
     assert process_bytes() == 7 << 30
 
 
@@ -196,6 +197,7 @@ def test_a_gpus_memory_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 10 << 30)
     assert str(memory_use()[0]) == "40.0 of 80.0 GiB of the GPU's memory (50%)"
     assert memory_use()[1].place == "process"
-    monkeypatch.setattr(sys, "platform", "darwin")  # one memory, in which both are
+    for module in (footprint, hardware):  # one memory, in which both are
+        monkeypatch.setattr(module, "sys", Altered(sys, platform="darwin"))
     monkeypatch.setattr(footprint, "_physical_footprint", lambda: 50 << 30)
     assert [use.used >> 30 for use in memory_use()] == [50]

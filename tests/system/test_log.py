@@ -2,13 +2,12 @@
 
 import json
 import logging
+import sys
 
 import pytest
 import structlog
 
 from mlx_parallm.system.log import configure_logging, get_logger
-
-pytestmark = pytest.mark.usefixtures("restored_logs")
 
 
 def test_json_lines_carry_the_bound_fields(capsys):
@@ -56,7 +55,7 @@ def test_a_traceback_shows_no_local_variables(capsys):
 @pytest.mark.parametrize("on_a_terminal", [False, True])
 def test_no_value_hands_a_control_character_to_the_terminal(capsys, monkeypatch, on_a_terminal):
     """A group's id without white space was printed as it came."""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: on_a_terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_a_terminal)
     configure_logging(level="info")
     hostile = "\x1b]0;pwned\x07\x9b2J"
     get_logger("x").info(

@@ -21,6 +21,7 @@ from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.footprint import others_holding
 from mlx_parallm.system.packages import wrong_wheel
 from mlx_parallm.system.signals import EndLimit
+from tests.altered import Altered
 
 GIB = 1 << 30
 
@@ -76,7 +77,7 @@ def test_a_run_on_a_gpu_ends_before_native_libraries_clean_up(
 ) -> None:
     """A kernel of one's own that ran last makes MLX's destructors fail."""
     ended = list[int]()
-    monkeypatch.setattr(command.os, "_exit", ended.append)
+    monkeypatch.setattr(command, "os", Altered(os, _exit=ended.append))
     assert end_of_training(code) == code and ended == []
     monkeypatch.setenv(DEVICE_VARIABLE, GPU_LIKE)
     end_of_training(code)

@@ -6,11 +6,13 @@ names that `import mlx_parallm` has, and trackers (a dry run let them pass), `--
 `builtin:math`.
 """
 
+import importlib.util
 import re
 import sys
 import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from mlx_parallm.cli import main
 from mlx_parallm.cli.command import exit_code
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system import packages
+from tests.altered import Altered
 
 ROOT = Path(__file__).parents[2]
 RUNS_MLX = (
@@ -82,17 +85,14 @@ def no_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     them."""
     spec = ModuleSpec("mlx", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    find = packages.importlib.util.find_spec
-    monkeypatch.setattr(
-        packages.importlib.util,
-        "find_spec",
-        lambda name, *a: spec if name == "mlx" else find(name, *a),
-    )
-    monkeypatch.setattr(packages.sys, "platform", "linux")
+    find = importlib.util.find_spec
+    util = SimpleNamespace(find_spec=lambda name: spec if name == "mlx" else find(name))
+    monkeypatch.setattr(packages, "importlib", Altered(importlib, util=util))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    monkeypatch.setattr(packages.sys, "executable", str(python))
+    linux = Altered(sys, platform="linux", executable=str(python))
+    monkeypatch.setattr(packages, "sys", linux)
 
 
 @pytest.mark.usefixtures("no_backend")
@@ -113,7 +113,8 @@ def test_this_machine_has_a_backend() -> None:
 @pytest.mark.usefixtures("no_backend")
 def test_a_build_from_source_in_one_piece_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     # stands for a Python that can import mlx.core
-    monkeypatch.setattr(packages.sys, "executable", "/bin/true")
+    altered = Altered(sys, platform="linux", executable="/bin/true")
+    monkeypatch.setattr(packages, "sys", altered)
     assert packages.mlx_backend_advice() is None
 
 

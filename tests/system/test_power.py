@@ -9,8 +9,10 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from mlx_parallm.system import power
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.power import kept_awake
+from tests.altered import Altered
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_is_held_for_the_block_on_a_mac(caffeinate: Path) -> None:
 
 
 def test_nothing_is_started_elsewhere(caffeinate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(power, "subprocess", Altered(subprocess, Popen=None))
     with kept_awake("linux"):
         pass
 

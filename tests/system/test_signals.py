@@ -1,6 +1,7 @@
 """Shutdown signals in real processes: taken while MLX computes, the second one at once,
 duplicates counted once."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from mlx_parallm.system import signals
+from tests.altered import Altered
 from tests.signals_reset import default_signals
 
 WATCH = """
@@ -137,7 +139,7 @@ def test_the_limit_of_an_end_that_goes_on_has_its_code(monkeypatch: pytest.Monke
     """`rl_training.restart_every`: a supervisor would take the code of a finished run for its
     end."""
     codes = list[int]()
-    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    monkeypatch.setattr(signals, "os", Altered(os, _exit=codes.append))
     monkeypatch.setattr(signals, "LAST_WORDS_S", 0)
     for code in (None, 80):
         limit = signals.EndLimit()

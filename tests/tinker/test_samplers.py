@@ -312,8 +312,8 @@ def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     rename = Path.rename
 
     def second(path: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "rename", rename)
-        path.rename(target)  # another thread's
+        if path == directories["good"]:
+            rename(path, target)  # another thread's
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", second)

@@ -12,12 +12,14 @@ import openai
 import pytest
 from openai import OpenAI
 
+from mlx_parallm.systems.traces import recorder as recorder_module
 from mlx_parallm.systems.traces.privacy import secret_finder
 from mlx_parallm.systems.traces.recorder import REVIEW, SessionRecorder
 from mlx_parallm.systems.traces.routes import session_router
 from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_sessions
 from mlx_parallm.systems.traces.trace import Trace
+from tests.altered import Altered
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.traces.log_formats import traces_of
@@ -378,7 +380,7 @@ def test_a_turn_that_cannot_be_written_is_an_error(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("mlx_parallm.systems.traces.recorder.os.write", half)
+            patch.setattr(recorder_module, "os", Altered(os, write=half))
             with pytest.raises(openai.InternalServerError, match="No space left"):
                 ask(client, [QUESTION])
         assert (recorder.directory / "sessions" / "full.jsonl").read_bytes() == before

@@ -30,6 +30,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.types import Completion
+from tests.altered import Altered
 from tests.engine.helpers import (
     Served,
     qwen3_model,
@@ -295,19 +296,18 @@ def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
 def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monkeypatch):
     served = started(tmp_path)
     wanted = answer(serve(qwen3_model()), PROMPT).token_ids
-    opened = os.open
 
     def full(path, flags, mode=0o777, **options):
         if files_module.TEMPORARY in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, flags, mode, **options)
+        return os.open(path, flags, mode, **options)
 
-    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(files_module, "os", Altered(os, open=full))
     assert answer(served, PROMPT).token_ids == wanted
     files = served.engine.on_disk.arrivals.disk.files
     assert files.refused == 1, "then it rests"
     assert not files_of(tmp_path)
-    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(files_module, "os", os)
     files._rests_until = 0.0
     answer(served, PROMPT[1:])
     assert files_of(tmp_path)
@@ -417,20 +417,19 @@ def test_a_folder_that_takes_long_to_clear_keeps_no_request(tmp_path, monkeypatc
 def test_what_cannot_be_read_is_counted_and_what_is_no_file_is_replaced(tmp_path, monkeypatch):
     """A file of another user, and a link in a block's place."""
     wanted = answer(started(tmp_path), PROMPT).token_ids
-    opened = os.open
 
     def forbidden(path, flags, mode=0o777, **options):
         if str(path).endswith(".safetensors"):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, flags, mode, **options)
+        return os.open(path, flags, mode, **options)
 
     served = started(tmp_path)
-    monkeypatch.setattr(os, "open", forbidden)
+    monkeypatch.setattr(files_module, "os", Altered(os, open=forbidden))
     assert answer(served, PROMPT).token_ids == wanted
     assert (
         served.engine.on_disk.failed_reads == served.engine.on_disk.arrivals.disk.files.unread > 0
     )
-    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(files_module, "os", os)
     for path in files_of(tmp_path):
         path.unlink()
         path.symlink_to("/dev/zero")

@@ -16,8 +16,6 @@ from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError
 from tests.environments.scripted_client import ScriptedClient
 
-pytestmark = pytest.mark.usefixtures("own_search_path")
-
 SCORE = (
     "def right(completions, answer=None, **kw):\n    return [1.0 if 'yes' in str(c) else 0.0"
     " for c in completions]\n"

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments import runner as runner_module
 from mlx_parallm.environments.kinds.gymnasium import (
     GymnasiumEnvironment,
     episode_return,
@@ -20,6 +21,7 @@ from mlx_parallm.environments.state import StateSource
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.types import Rollout, Trajectory, has_score
+from tests.altered import Altered
 from tests.environments.scripted_client import ScriptedClient
 from tests.environments.speaking import Says, play
 
@@ -303,10 +305,13 @@ def test_what_cannot_work_is_refused(options, message):
 async def test_every_simulation_is_closed(tokenizer, way, monkeypatch):
     Counted.opened.clear(), Counted.closed.clear(), Counted.release.clear()
     Counted.stepping = threading.Semaphore(0)
-    limits, timeout_at = [], asyncio.timeout_at
-    monkeypatch.setattr(
-        asyncio, "timeout_at", lambda when: limits.append(timeout_at(when)) or limits[-1]
-    )
+    limits = []
+
+    def timeout_at(when):
+        limits.append(asyncio.timeout_at(when))
+        return limits[-1]
+
+    monkeypatch.setattr(runner_module, "asyncio", Altered(asyncio, timeout_at=timeout_at))
     held = "waits" if way == "cancelled" else way
     environment = GymnasiumEnvironment(id="Counted-v0", make={"way": held})
     config = EnvironmentConfig(kind="own", name="own", timeout_s=60)

@@ -285,7 +285,6 @@ def test_a_teacher_behind_a_link_that_moves_is_told(tmp_path: Path) -> None:
         with capture_logs() as logged:
             taught_trainer({"name": "t", "kind": "checkpoint", "path": str(tmp_path / place)})
         told[place] = [line["run"] for line in logged if line.get("teacher") == "t"]
-    configure_logging(level="error")
     assert told == {"final": [str(tmp_path / "first")], "first/final": [], "first": []}
 
 

@@ -10,8 +10,6 @@ import pytest
 from mlx_parallm.system.log import KEPT_FILES, RunLog, configure_logging, get_logger
 from mlx_parallm.system.redaction import REDACTED, Redactor
 
-pytestmark = pytest.mark.usefixtures("restored_logs")
-
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "run.log").read_text().splitlines()]

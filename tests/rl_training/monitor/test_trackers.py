@@ -1,7 +1,6 @@
 """Trackers get every line, and never hold up or end a run. The real services:
 tests/integration/test_logging.py."""
 
-import importlib.util
 import json
 import sqlite3
 import sys
@@ -25,6 +24,7 @@ from mlx_parallm.rl_training.monitor.trackers import (
     flat,
 )
 from mlx_parallm.run_files.samples import Sample
+from mlx_parallm.system import packages
 from mlx_parallm.system.log import configure_logging
 
 LINE = {
@@ -75,7 +75,7 @@ def test_the_names_are_those_of_the_metrics_line() -> None:
 def test_a_missing_package_is_named_with_its_extra(
     name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=rf"pip install '\.\[{name}\]' in the clone"):
         check_installed(LoggingConfig(trackers=(name,)))
 
