@@ -9,7 +9,8 @@ Worked: "hello!" as hel·lo·! and hell·o!: the ends are 3, 5, 6 and 4, 6, so a
 As he·llo·! it shares the end 5 with hello·!, and has two spans.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -162,12 +163,15 @@ def _stretches(pieces: Sequence[bytes], data: bytes, number: int, place: int) ->
     while last < len(pieces) and _inside(data, end):
         last, end = last + 1, end + len(pieces[last])
     joined, starts = b"".join(pieces[number:last]), [0, *accumulate(map(len, pieces[number:last]))]
+    anchors = [joined[start : start + ANCHOR] for start in starts[:-1]]
+    once = {anchor for anchor, count in _places(joined, anchors).items() if len(count) == 1}
+    there = _places(data[:end], once, place)
     first = number
     while first < last:
-        window = joined[starts[first - number] : starts[first - number] + ANCHOR]
-        at = data.find(window, place, end) if len(window) == ANCHOR else -1
-        once = at == data.rfind(window, place, end) and joined.find(window) == joined.rfind(window)
-        if at < 0 or not once or _inside(data, at):  # before what is read on: it may be long
+        places = there.get(anchors[first - number], [])
+        behind_us = bisect_left(places, place)
+        at = places[-1] if behind_us == len(places) - 1 else -1
+        if at < 0 or _inside(data, at):
             first += 1
             continue
         behind, stop = first, at
@@ -181,6 +185,17 @@ def _stretches(pieces: Sequence[bytes], data: bytes, number: int, place: int) ->
         yield _Stretch(first, behind, at)
         first, place = behind, stop
     yield _Stretch(last, len(pieces), end)
+
+
+def _places(
+    data: bytes, anchors: Collection[bytes], place: int = 0
+) -> Mapping[bytes, Sequence[int]]:
+    """Return where each anchor is in a text from a place on, in one pass over it."""
+    places: dict[bytes, list[int]] = {anchor: [] for anchor in anchors if len(anchor) == ANCHOR}
+    for start in range(place, len(data) - ANCHOR + 1):
+        if (found := places.get(data[start : start + ANCHOR])) is not None:
+            found.append(start)
+    return places
 
 
 def _inside(data: bytes, place: int | None) -> bool:

@@ -1,10 +1,11 @@
 """Teachers with a tokenizer of their own: the alignment of texts, their scores, and what they refuse."""
 
+import itertools
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,9 @@ from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation import other_family, tokenizers
 from mlx_parallm.rl_training.distillation.alignment import (
+    ANCHOR,
     Placed,
+    _inside,
     _Stretch,
     _stretches,
     broken_characters,
@@ -107,13 +110,21 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 class Counting(bytes):
-    """Bytes that count how often it was asked what they begin with."""
+    """Bytes that count how often it was asked what they begin with, and what is in them."""
 
     asked = 0
 
     def startswith(self, *arguments: Any) -> bool:
         self.asked += 1
         return super().startswith(*arguments)
+
+    def find(self, *arguments: Any) -> int:
+        self.asked += 1
+        return super().find(*arguments)
+
+    def rfind(self, *arguments: Any) -> int:
+        self.asked += 1
+        return super().rfind(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +133,64 @@ class Counting(bytes):
         (b"ab" * 2000, [b"ab"] * 2000),
         (b"0123456789abcdef, 0123456789abcdef", [b"01234567", b"89abcdef"]),
         (b"0123456789abcdef", [b"01234567", b"89abcdef", b", ", b"01234567", b"89abcdef"]),
+        (b"nothing of it is there " * 99, [b"%08d" % number for number in range(999)]),
     ],
 )
 def test_a_stretch_that_is_there_twice_is_none(text: bytes, tokens: list[bytes]) -> None:
-    """Which of the two is meant is not known; nor is it read on to the end from each token."""
+    """Which of the two is meant is not known; nor is it read on to the end from each token, or looked
+    for in all of the text."""
     data, pieces = Counting(b"E" + text + b"!"), [b"e", *tokens, b"?"]
     assert list(_stretches(pieces, data, 0, 0)) == [_Stretch(len(pieces), len(pieces), len(data))]
     assert data.asked <= len(pieces)
+
+
+def stretches_one_by_one(
+    pieces: list[bytes], data: bytes, number: int, place: int
+) -> Iterator[_Stretch]:
+    """The same, by looking for each token's 16 bytes in the whole text."""
+    last, end = len(pieces), len(data)
+    while last > number and pieces[last - 1] and data.endswith(pieces[last - 1], place, end):
+        last, end = last - 1, end - len(pieces[last - 1])
+    while last < len(pieces) and _inside(data, end):
+        last, end = last + 1, end + len(pieces[last])
+    joined, first = b"".join(pieces[number:last]), number
+    while first < last:
+        window = b"".join(pieces[first:last])[:ANCHOR]
+        places = [at for at in range(place, end) if data.startswith(window, at, end)]
+        behind = first
+        if (
+            len(window) == ANCHOR
+            and len(places) == 1
+            and joined.find(window) == joined.rfind(window)
+        ):
+            stop = at = places[0]
+            while behind < last and pieces[behind] and data.startswith(pieces[behind], stop, end):
+                behind, stop = behind + 1, stop + len(pieces[behind])
+            while behind > first and _inside(data, stop):
+                behind, stop = behind - 1, stop - len(pieces[behind - 1])
+        if behind == first or _inside(data, at):
+            first += 1
+        else:
+            yield _Stretch(first, behind, at)
+            first, place = behind, stop
+    yield _Stretch(last, len(pieces), end)
+
+
+def test_one_pass_finds_what_looking_for_each_token_finds() -> None:
+    rng, several = random.Random(2), 0
+    words = ["one ", "two ", "sixteen letters ", "ß", "你好", "é", ", and so on: "]
+    for _ in range(8 * CASES):
+        texts = rng.choices(words, k=rng.randint(1, 30))
+        data = "".join(texts).encode()
+        changed = "".join(
+            w if rng.random() < 0.9 else rng.choice("▁e\u0301") for w in texts
+        ).encode()
+        cuts = [0, *sorted(rng.sample(range(len(changed) + 1), min(9, len(changed)))), len(changed)]
+        pieces = [changed[start:stop] for start, stop in itertools.pairwise(cuts)]
+        found = list(_stretches(pieces, data, 0, 0))
+        assert found == list(stretches_one_by_one(pieces, data, 0, 0)), (pieces, data)
+        several += len(found) > 2
+    assert several > CASES
 
 
 def random_text(rng: random.Random) -> str:
