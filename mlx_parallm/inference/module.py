@@ -94,6 +94,7 @@ class InferenceModule:
             wrappers that shares its arrays.
         weights: if that trainer publishes, its adapter under the name "policy".
         kv_bits: of the engine's keys and values.
+        run: directory of the run that it serves; None: none.
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.
     """
@@ -102,6 +103,7 @@ class InferenceModule:
     loaded: LoadedModel | None = None
     weights: SharedWeights | None = None
     kv_bits: int | None = None
+    run: Path | None = None
 
     def __init__(
         self,
@@ -161,6 +163,7 @@ class InferenceModule:
         *,
         weights: SharedWeights | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        run: Path | None = None,
     ) -> "InferenceModule":
         """Return a module over a running engine, which it does not stop.
 
@@ -169,6 +172,7 @@ class InferenceModule:
             adapter: None = the base.
             weights: the engine's; without them greedy answers are not cached.
             template_kwargs: arguments of the chat template.
+            run: directory of the run.
         """
         module = cls.__new__(cls)
         module._new_tokenizer = lambda: copy.deepcopy(tokenizer)
@@ -179,7 +183,7 @@ class InferenceModule:
             weights=weights,
             template_kwargs=template_kwargs,
         )
-        module.weights = weights
+        module.weights, module.run = weights, run
         module._set_up(backend)
         return module
 

@@ -2,7 +2,8 @@
 rubric.
 
     trajectories → `judge_pages.group_of`, what the judge is shown
-                 → a question for each criterion and order → `judge_models.JudgeModel`
+                 → a question for each criterion and order → `judge_models.JudgeModel`, or
+                   `judge_cache.Judgements`, if it was asked before
                  → `judge_replies.read` → `judge_rubrics.Rubric.total` → scores, reasons, metrics
 
 With `pairwise` it chooses one of two answers at a time, in both orders, and an answer's score is
@@ -21,15 +22,15 @@ import json
 import math
 import random
 import statistics
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Unpack
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.rewards.base import UNSCORED
+from mlx_parallm.rewards.judge_cache import Judgements
 from mlx_parallm.rewards.judge_models import (
     JudgeInference,
     JudgeModel,
@@ -57,8 +58,6 @@ from mlx_parallm.types import Trajectory
 log = get_logger("rewards")
 
 NAME = "group_judge"
-REMEMBERED = 2048
-"""Judgements that are kept, of one request each: a few MB."""
 REASON_LENGTH = 240
 ROOM = 64
 """Tokens of one answer's score, name and quotes in a reply, beside its reason."""
@@ -182,12 +181,16 @@ class GroupJudge:
     ) -> None:
         self._model, self._settings = model, settings
         self._name, self._threshold = name, threshold
-        self._memory: OrderedDict[str, tuple[AnswerVerdict, ...]] = OrderedDict()
+        self._known = Judgements()
         self.__signature__ = _with_column(settings)
 
     def attach(self, inference: JudgeInference) -> None:
-        """Take the policy's engine, if the judge is in this process."""
+        """Take the policy's engine, if the judge is in this process; and what the run has been told
+        before, if the judge is still the same. Raises CheckpointError."""
         self._model.attach(inference)
+        run = getattr(inference, "run", None)
+        if run is not None and self._model.identity is not None:
+            self._known.keep(run)
 
     async def aclose(self) -> None:
         """Close the connections of this event loop."""
@@ -216,7 +219,7 @@ class GroupJudge:
         requests = [request for of_round in rounds for request in of_round]
         report_problems([one.reply.problem for one in requests], self._name)
         orders = [_verdicts(of_round, rubric, len(group.answers)) for of_round in rounds]
-        verdicts = [_merged(each) for each in zip(*orders, strict=True)]
+        verdicts = _of_orders(orders)
         if all(verdict.score is None for verdict in verdicts):
             raise RolloutRejectedError(f"{self._name}: no answer has a score: {verdicts[0].reason}")
         if log_metric is not None:
@@ -261,9 +264,9 @@ class GroupJudge:
 
     async def _ask(self, group: Group, rubric: str, order: Sequence[int]) -> JudgeRequest:
         question = self._question(group, rubric, order)
-        key = hashlib.sha256(json.dumps([self._model.name, question.messages]).encode()).hexdigest()
-        if (kept := self._memory.get(key)) is not None:
-            self._memory.move_to_end(key)
+        whole = [self._model.identity, asdict(question), self._settings.reason_length]
+        key = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+        if (kept := self._known.get(key)) is not None:
             return JudgeRequest(order, JudgeReply(""), kept, True, True)
         reply = await self._model.ask(question)
         if reply.text is None:
@@ -273,9 +276,7 @@ class GroupJudge:
         if result.unknown:
             log.warning("the judge scored answers that there are not", names=result.unknown)
         if result.complete:
-            self._memory[key] = tuple(result.verdicts)
-            if len(self._memory) > REMEMBERED:
-                self._memory.popitem(last=False)
+            self._known.put(key, result.verdicts)
         return JudgeRequest(order, reply, result.verdicts, result.readable, False)
 
     def _question(self, group: Group, rubric: str, order: Sequence[int]) -> Question:
@@ -351,6 +352,16 @@ def _by_answer(requests: Sequence[JudgeRequest], size: int) -> list[AnswerVerdic
             verdicts[number].append(verdict)
     alone = AnswerVerdict(0.5, "there is no other answer")
     return [replace(_merged(each), orders=()) if each else alone for each in verdicts]
+
+
+def _of_orders(orders: Sequence[Sequence[AnswerVerdict]]) -> list[AnswerVerdict]:
+    """Return the verdict on each answer, the mean of its two if both orders score the same answers.
+    Else all are those of the order that scores more, of equal ones the first: beside means of two
+    orders, a score of one order would hold what its place earns."""
+    scored = [[verdict.score is not None for verdict in each] for each in orders]
+    if any(each != scored[0] for each in scored):
+        return list(orders[max(range(len(orders)), key=lambda n: sum(scored[n]))])
+    return [_merged(each) for each in zip(*orders, strict=True)]
 
 
 def _merged(verdicts: Sequence[AnswerVerdict]) -> AnswerVerdict:

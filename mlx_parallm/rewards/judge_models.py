@@ -17,6 +17,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,6 +32,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.user_code import is_async, is_reference, load_function, user_code
+from mlx_parallm.system.files import sha256_of
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import (
     ChatTokenizer,
@@ -97,9 +99,11 @@ class JudgeReply:
 
 
 class JudgeModel(ABC):
-    """A model that is asked. `name` tells it from others."""
+    """A model that is asked. `name` tells it from others; `identity` too, in another process, with
+    all that its replies depend on beside the question. None: nothing lasts as long."""
 
     name: str
+    identity: str | None = None
 
     async def ask(self, question: Question) -> JudgeReply:
         """Raises RolloutRejectedError, EndpointError: the request was refused."""
@@ -221,6 +225,7 @@ class EndpointJudge(JudgeModel):
         self, name: str, make: Callable[[], OpenAIEndpoint], body: Mapping[str, Any]
     ) -> None:
         self.name, self._make, self._body = name, make, body
+        self.identity = f"{name} {json.dumps(body)}"
         self._bounds_texts = True  # the server takes a schema that says how long a text is
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, OpenAIEndpoint] = (
             WeakKeyDictionary()
@@ -333,6 +338,8 @@ class EngineJudge(JudgeModel):
         self, version: int | None, template_kwargs: Mapping[str, Any], timeout_s: float
     ) -> None:
         self.name = BASE if version is None else f"policy@{version}"
+        # a resumed run may make another version of that number
+        self.identity = None if version is not None else f"{BASE} {json.dumps(template_kwargs)}"
         self.inference: JudgeInference | None = None
         self._version, self._held = version, False
         self._template_kwargs, self._timeout_s = template_kwargs, timeout_s
@@ -448,6 +455,8 @@ class PythonJudge(JudgeModel):
             raise ConfigError(
                 f"judge: {reference} takes {signature}: expected (messages, schema)"
             ) from error
+        code = _code_of(self._function)
+        self.identity = None if code is None else f"{reference} {code}"
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
@@ -478,6 +487,18 @@ class PythonJudge(JudgeModel):
         if not isinstance(text, str):
             raise RolloutRejectedError(f"{self.name} returned {type(text).__name__}, not a text")
         return text
+
+
+def _code_of(function: Any) -> str | None:
+    """Return a digest of the file that a function is in; None: it is in none."""
+    while isinstance(function, partial):
+        function = function.func
+    try:
+        return sha256_of(
+            Path(inspect.getfile(function if inspect.isroutine(function) else type(function)))
+        )
+    except (OSError, TypeError):
+        return None
 
 
 def report_problems(problems: Sequence[Exception | None], what: str = "judge") -> None:

@@ -232,6 +232,7 @@ class InProcessEnvironments(RolloutSource):
                 served,
                 lora=training.lora.enabled,
                 template_kwargs=config.model.chat_template_kwargs,
+                run=self._context.directory,
             ),
             sink=keep,
             on_failure=refuse,
@@ -324,10 +325,14 @@ class RewardsById(RolloutSource):
 
 
 def policy_inference(
-    served: Served, *, lora: bool, template_kwargs: Mapping[str, Any]
+    served: Served,
+    *,
+    lora: bool,
+    template_kwargs: Mapping[str, Any],
+    run: Path | None = None,
 ) -> InferenceModule:
     """Return the run's engine, for environments and rewards that generate themselves. `lora`: an
-    adapter is trained."""
+    adapter is trained; `run`: the run's directory, if this process writes in it."""
     adapter = POLICY if lora else None
     return InferenceModule.over(
         served.client,
@@ -335,4 +340,5 @@ def policy_inference(
         adapter,
         weights=served.weights,
         template_kwargs=template_kwargs,
+        run=run,
     )

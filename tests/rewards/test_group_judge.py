@@ -159,6 +159,36 @@ async def test_position_bias_is_measured_and_taken_out(judging):
     assert 30 < len(share.asked) - 200 < 70
 
 
+@pytest.mark.parametrize("aggregation", ["implicit", "explicit"])
+@pytest.mark.parametrize("lost", ["one answer", "all", "one answer in each"])
+async def test_scores_of_one_order_do_not_stand_beside_means_of_two(judging, lost, aggregation):
+    """A judge that gives the first half 0.4 more, and leaves something out in an order."""
+    replies = itertools.count()
+
+    def partly(messages):
+        answers = [v for n, v in shown(messages).items() if n != "beginning"]
+        scores = [int(a) / 10 + 0.4 * (n < 2) for n, a in enumerate(answers)]
+        named = {f"answer_{n + 1}": {"score": s} for n, s in enumerate(scores)}
+        second = next(replies) >= (2 if aggregation == "explicit" else 1)
+        if lost == "all" and second:
+            return "I would rather not."
+        if second or lost == "one answer in each":
+            named.pop(f"answer_{answers.index('3' if second else '1') + 1}")
+        return json.dumps(named)
+
+    judge = judging(
+        partly, both_orders=1.0, aggregation=aggregation, rubric=["good", "true"], concurrency=1
+    )
+    scores = await ask(judge, ["1", "2", "3", "4"])
+    first = [v for n, v in shown(judge.asked[0][0]).items() if n != "beginning"]
+    of_first = [int(a) / 10 + 0.4 * (first.index(a) < 2) for a in "1234"]
+    if lost == "one answer in each":
+        of_first[0] = UNSCORED
+    assert scores == pytest.approx(of_first)
+    assert "order_difference" in "".join(judge.metrics) or lost == "all"
+    assert "orders" not in judge.notes["group_judge"][1]
+
+
 def test_agreement_and_correlation_by_hand():
     assert agreement([1, 0], [0.5, 0.5]) == {"order_agreement": 0.5, "order_difference": 0.5}
     # pairs (0,1) same, (0,2) same, (1,2) opposite
