@@ -193,8 +193,8 @@ def _places(
     """Return where each anchor is in a text from a place on, in one pass over it."""
     places: dict[bytes, list[int]] = {anchor: [] for anchor in anchors if len(anchor) == ANCHOR}
     for start in range(place, len(data) - ANCHOR + 1):
-        if (found := places.get(data[start : start + ANCHOR])) is not None:
-            found.append(start)
+        if (of_anchor := places.get(data[start : start + ANCHOR])) is not None:
+            of_anchor.append(start)
     return places
 
 
