@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import gain
+from mlx_parallm.models.adapters.served import TURNED
 from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.sums import NEW_ZEROS, raise_stored_faults, zeros_of
 from mlx_parallm.models.threads import in_loader_thread
@@ -356,6 +357,7 @@ class SharedWeights:
         def rebind() -> None:
             for module, key, array in bindings:
                 module[key] = array
+                module.pop(TURNED, None)  # it holds the old weight
             for slot, before, adapter in adapters:
                 if slot.weights is before:
                     slot.weights = adapter

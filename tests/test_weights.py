@@ -12,6 +12,7 @@ import pytest
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterWeights, LoraPair
 from mlx_parallm.models.loading import evaluate_module
+from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.weights import PolicyHistory, SharedWeights
 from tests.active_memory import active_memory
 
@@ -72,6 +73,24 @@ def test_full_weights_are_rebound_in_the_tree_being_served() -> None:
     weights.publish_parameters({"proj.weight": array})
     assert model.proj.weight is array
     assert not mx.array_equal(trainer.proj.weight, array)
+
+
+def test_a_layer_multiplies_with_the_new_weight_and_keeps_no_old_one() -> None:
+    model = TinyModel()
+    model.proj = nn.Linear(512, 512, bias=False)
+    evaluate_module(model)
+    weights = SharedWeights(model, keep_versions=1)
+    context, x = prepare_for_serving(model), mx.ones((2, 1, 512))
+    before = active_memory()
+    for fill in (1.0, 2.0, 3.0):
+        context.activate([None, None])
+        mx.eval(model.proj(x), model.proj(x[:1]))  # it has views of its weight now
+        weights.publish_parameters({"proj.weight": mx.full((512, 512), fill)})
+        assert active_memory() < before + 512 * 512
+        context.activate([None, None])
+        assert model.proj(x)[1, 0, 0].item() == model.proj(x[:1])[0, 0, 0].item() == 512 * fill
+    model.proj.weight = mx.zeros((512, 512))  # as Gemma 3n does in its forward
+    assert model.proj(x)[1, 0, 0].item() == 0
 
 
 def test_a_reader_delays_the_writer_and_a_timeout_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
 import mlx.core as mx
@@ -38,6 +39,11 @@ class LoraPair:
     @property
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.a, self.b, self.magnitude, self.gain) if array is not None]
+
+    @cached_property
+    def batch_of_one(self) -> tuple[mx.array, mx.array]:
+        """a [1, in, r] and b [1, r, out]: views."""
+        return self.a[None], self.b[None]
 
 
 @dataclass(frozen=True)

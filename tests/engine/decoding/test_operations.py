@@ -7,9 +7,12 @@ from io import StringIO
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.cpu import attention, kernels
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from tests.engine.helpers import qwen3_model, random_adapter, request, serve
@@ -37,6 +40,13 @@ def _the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, GPU_LIKE)
     for module in (attention, kernels):
         monkeypatch.setattr(module, "available", lambda: False)
+
+
+def nodes(*arrays: mx.array) -> Counter[str]:
+    """Return what the graph that makes these arrays consists of, views and all."""
+    text = StringIO()
+    mx.export_to_dot(text, *arrays)
+    return Counter(re.findall(r'\[label ="([^"]*)", shape=rectangle\]', text.getvalue()))
 
 
 def operations(
@@ -76,9 +86,7 @@ def operations(
     found: Counter[str] = Counter()
 
     def counted(*arrays: Any) -> None:
-        text = StringIO()
-        mx.export_to_dot(text, *[a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
-        found.update(re.findall(r'\[label ="([^"]*)", shape=rectangle\]', text.getvalue()))
+        found.update(nodes(*[a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)]))
 
     evaluate = mx.eval
     with monkeypatch.context() as patch:
@@ -141,3 +149,25 @@ def test_what_sampling_adds(
         with monkeypatch.context() as patch:
             counts.append(operations(1, 6, 0, patch, params=each))
     assert sum((counts[1] - counts[0]).values()) <= more, counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_changes_no_shapes_for_one_row(bias: bool) -> None:
+    """A view costs the host as much as an operation."""
+    linear, x = nn.Linear(8, 6, bias=bias), mx.random.normal((1, 1, 8))
+    pair = LoraPair(mx.random.normal((8, 2)), mx.random.normal((2, 6)), 0.5)
+    context = LoraContext()
+    layer = ServedLinear(linear, "proj", context)
+    slot = AdapterSlot("a", AdapterWeights("a", 0, {"proj": pair}))
+    exact = linear(x)
+    product = Counter({"AddMM": 1, "Broadcast": 1}) if bias else Counter({"Matmul": 1})
+    for adapter, expected, beside in (
+        (None, exact, Counter()),
+        (slot, exact + 0.5 * (x @ pair.a @ pair.b), Counter({"Matmul": 1, "AddMM": 1})),
+    ):
+        for _ in range(2):  # the first makes the views
+            context.activate([adapter])
+            y = layer(x)
+            found = nodes(y)
+            assert mx.allclose(y, expected, rtol=1e-6, atol=1e-6)
+        assert found == product + beside
