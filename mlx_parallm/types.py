@@ -437,6 +437,7 @@ class EngineStats:
     prefix_disk_seconds_saved: float = 0.0  # … and what computing them would have taken longer
     prefix_disk_used_bytes: int = 0  # of the files
     prefix_disk_corrupt_files: int = 0  # that were damaged, and are removed
+    prefix_disk_stuck_files: int = 0  # that could not be removed when they were to be
     prefix_disk_refused_files: int = 0  # that the disk did not take
     prefix_disk_dropped_bytes: int = 0  # that were not kept: too many waited to be written
     prefix_disk_failed_reads: int = 0  # that gave nothing: no answer in time, or no permission

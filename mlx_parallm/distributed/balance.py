@@ -27,6 +27,7 @@ from mlx_parallm.distributed.requests import (
 )
 from mlx_parallm.engine.client import TRAINER, EngineClient, Letters, Mailbox
 from mlx_parallm.engine.live_requests import Failed
+from mlx_parallm.engine.prefix_disk.disk import Clearing
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.types import EngineStats, Request
 
@@ -41,6 +42,7 @@ NOT_ADDED = {  # of EngineStats: what the ranks have together, or each by itself
     "last_step_time",
     "policy_version",
     "error",
+    "prefix_disk_stuck_files",
     "prefix_disk_used_bytes",
     "kv_layout",
     "step_seconds",
@@ -136,10 +138,24 @@ class BalancedClient(EngineClient):
     def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
         return self._everywhere(super().resume_admission(holder), ResumeAdmission(holder))
 
-    def reset_prefix_cache(self) -> "Future[Any]":
+    def reset_prefix_cache(self) -> "Future[Clearing]":
         if self._prompts is not None:
             self._prompts.clear()
-        return self._everywhere(super().reset_prefix_cache(), ResetPrefixCache())
+        others = [engine.carry_out(ResetPrefixCache()) for engine in self._others]
+        emptied: Future[Clearing] = Future()
+
+        def settle(here: "Future[Clearing]") -> None:
+            if error := here.exception():
+                emptied.set_exception(error)
+            elif all(each.result() for each in others):
+                emptied.set_result(here.result())
+            else:
+                left = Clearing()
+                left.set_result("another rank's log says why")
+                emptied.set_result(left)
+
+        all_done([super().reset_prefix_cache(), *others]).add_done_callback(settle)
+        return emptied
 
     def _everywhere(self, here: "Future[Any]", order: Order) -> "Future[Any]":
         return all_done([here, *(engine.carry_out(order) for engine in self._others)])

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 
 from mlx_parallm.distributed.heartbeat import LOOK_S, HeartbeatReader
 from mlx_parallm.distributed.players import STOP_S, hang_up, received
-from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, post
+from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, left_of, post
 from mlx_parallm.engine.live_requests import Event, Failed, Finished, StreamDelta
 from mlx_parallm.environments.runner import describe
 from mlx_parallm.errors import EngineUnavailableError
@@ -81,7 +81,8 @@ class Numbered:
 
 @dataclass(frozen=True)
 class Done:
-    """`result`: of `AwaitIdle`, whether the engine is idle."""
+    """`result`: of `AwaitIdle`, whether the engine is idle; of `ResetPrefixCache`, whether no file
+    is left."""
 
     number: int
     result: bool
@@ -411,7 +412,8 @@ class RankRequestWorker:
                 case ResumeAdmission(holder):
                     await asyncio.wrap_future(client.resume_admission(holder))
                 case ResetPrefixCache():
-                    await asyncio.wrap_future(client.reset_prefix_cache())
+                    clearing = await asyncio.wrap_future(client.reset_prefix_cache())
+                    return not await left_of(clearing)
                 case AwaitIdle():
                     return await asyncio.to_thread(client.wait_idle, IDLE_WAIT_S)
         return True

@@ -23,6 +23,7 @@ from typing import Any
 
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
+from mlx_parallm.engine.prefix_disk.disk import PATIENCE_S, Clearing
 from mlx_parallm.engine.served_models import AdapterUses, ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
@@ -36,6 +37,15 @@ from mlx_parallm.types import (
 )
 
 TRAINER, CLIENTS, MEMORY = "trainer", "clients", "memory"  # holders that may pause admission
+
+
+async def left_of(clearing: Clearing) -> str:
+    """Return what is left of the files that are removed, and why. A disk that hangs is not waited
+    for."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(clearing)), PATIENCE_S)
+    except TimeoutError:
+        return f"the disk has not removed them in {PATIENCE_S:.0f} s"
 
 
 class Mailbox:
@@ -308,8 +318,9 @@ class EngineClient:
         """Free all memory that no running sequence needs."""
         return self.call(lambda engine: engine.release_caches(), each=True)
 
-    def reset_prefix_cache(self) -> "Future[Any]":
-        """Forgets every prompt that was kept."""
+    def reset_prefix_cache(self) -> "Future[Clearing]":
+        """Forgets every prompt that was kept; the result is of the files on disk, which are removed
+        behind it."""
         return self.call(lambda engine: engine.reset_prefix_cache(), each=True)
 
     def rank_stats(self) -> Mapping[int, EngineStats]:

@@ -38,7 +38,7 @@ from mlx_parallm.engine.live_requests import (
     own_failure,
 )
 from mlx_parallm.engine.parts import EngineOptions, PresentWeights, room_of
-from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
+from mlx_parallm.engine.prefix_disk.disk import Clearing, PrefixDisk
 from mlx_parallm.engine.prefix_disk.of_engine import DiskPrefixes
 from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
 from mlx_parallm.engine.scheduling.scheduler import Scheduler
@@ -377,10 +377,10 @@ class Engine:
         check_request(request, self.limits)
         return self.scores.text(request, self._adapter_slot(request.adapter))
 
-    def reset_prefix_cache(self) -> None:
-        """Drops all prefixes but those of running rows, on disk too."""
+    def reset_prefix_cache(self) -> Clearing:
+        """Drops all prefixes but those of running rows, on disk too (`PrefixDisk.clear`)."""
         self.scheduler.forget_prefixes()
-        self.on_disk.clear()
+        return self.on_disk.clear()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""

@@ -139,6 +139,7 @@ class EngineThread:
             prefix_disk_seconds_saved=sum(each.on_disk.seconds_saved for each in lanes),
             prefix_disk_used_bytes=engine.on_disk.used_bytes,
             prefix_disk_corrupt_files=engine.on_disk.corrupt_files,
+            prefix_disk_stuck_files=engine.on_disk.stuck_files,
             prefix_disk_refused_files=engine.on_disk.refused_files,
             prefix_disk_dropped_bytes=engine.on_disk.dropped_bytes,
             prefix_disk_failed_reads=engine.on_disk.failed_reads,

@@ -57,6 +57,7 @@ _COUNTERS = {
 
 _MEMORY = {
     "prefix_disk_used_bytes": "Bytes of prefixes on disk",
+    "prefix_disk_stuck_files": "Stored prefixes that could not be removed when they were to be",
     "prefix_disk_seconds_saved": "What computing the tokens read from disk would have taken longer",
     "kv_tokens": "Positions of the running sequences, shared ones counted in each",
     "kv_bytes": "Memory of their keys and values, with the room that is kept for more",

@@ -42,6 +42,7 @@ from mlx_parallm.distributed.requests import (
 )
 from mlx_parallm.engine.client import CLIENTS, Abort, CommandQueue, Letters, Mailbox
 from mlx_parallm.engine.live_requests import Finished
+from mlx_parallm.engine.prefix_disk.disk import Clearing
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import EngineStats, Request, RequestOutput, SamplingParams, ServedModel
@@ -375,6 +376,12 @@ class Preparing:
         done.set_result(None)
         return done
 
+    def reset_prefix_cache(self) -> "Future[Clearing]":
+        done, left = Future[Clearing](), Clearing()
+        left.set_result("2 files cannot be removed")
+        done.set_result(left)
+        return done
+
     def models(self) -> tuple[ServedModel, ...]:
         return ()
 
@@ -393,6 +400,8 @@ def test_an_abort_finds_a_request_that_is_still_prepared_and_a_bug_is_no_silence
     assert [type(next(messages)) for _ in range(2)] == [RankReady, RankLoad]
     answers = (message for message in messages if not isinstance(message, RankLoad))
     assert next(answers) == Done(3, True), "an order waits for no grammar"
+    own.send(Numbered(4, ResetPrefixCache()))
+    assert next(answers) == Done(4, False), "files are left"
     assert isinstance(next(messages), RankLoad), "also when nothing has changed"
     client.go.set()
     assert next(answers) == Refused(("bug",), "ZeroDivisionError: a bug")
@@ -422,8 +431,12 @@ def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
         assert other.rank_of(asked(history)) == 1, "under other weights"
         other.load(5)
         assert other.rank_of(asked(history)) == 1, "it has been read there since"
-        other.balanced.reset_prefix_cache()
-        assert other.end.recv().order == ResetPrefixCache()
+        for gone, said in ((False, "another rank's log says why"), (True, "")):
+            left = other.balanced.reset_prefix_cache()
+            order = other.end.recv()
+            assert order.order == ResetPrefixCache()
+            other.end.send(Done(order.number, gone))
+            assert left.result(20).result(20) == said
         assert other.rank_of(asked(history)) == 0
     others[1].end.close()
 

@@ -10,6 +10,9 @@ import pytest
 import structlog
 
 import mlx_parallm
+from mlx_parallm.engine import client as client_module
+from mlx_parallm.engine.prefix_disk.disk import Clearing
+from mlx_parallm.engine.prefix_disk.of_engine import DiskPrefixes
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.middleware import RequestContextMiddleware
 from tests.server.serving import flat
@@ -287,3 +290,21 @@ def test_the_prefix_cache_is_forgotten_on_demand(server):
         assert prefilled(http) < 65
         assert http.post("/reset_prefix_cache").json() == {"success": True}
         assert prefilled(http) == 65
+
+
+def test_files_of_prefixes_that_are_left_are_said(server, monkeypatch):
+    """What cannot be removed, and a disk that hangs. A pause does not wait for the disk."""
+    left = Clearing()
+    monkeypatch.setattr(DiskPrefixes, "clear", lambda self: left)
+    with server.http() as http:
+        assert http.post("/pause").json() == {"status": "paused"}
+        monkeypatch.setattr(client_module, "PATIENCE_S", 0.01)
+        late = http.post("/reset_prefix_cache")
+        left.set_result("2 files cannot be removed")
+        monkeypatch.undo()
+        monkeypatch.setattr(DiskPrefixes, "clear", lambda self: left)
+        stuck = http.post("/reset_prefix_cache")
+    for answer, words in ((late, "has not removed them in 0 s"), (stuck, "2 files cannot be")):
+        assert answer.status_code == 503
+        assert "prefixes on disk are left" in answer.json()["error"]["message"]
+        assert words in answer.json()["error"]["message"]

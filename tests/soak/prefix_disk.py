@@ -3,8 +3,8 @@ server without any prefix cache, and most tokens of the prompts are read from me
 
     .venv/bin/python -m tests.soak.prefix_disk --conversations 200 --turns 8 --kills 20
 
-Real processes of `mlx_parallm serve` with the shipped tiny model, or `--model`, kill -9. Each turn's prompt is the
-whole conversation so far. An answer counts as equal if its ids are, up to a place where the two best
+Real processes of `mlx_parallm serve` with the shipped tiny model, or `--model`, kill -9 while a turn is answered, read or
+written; the client asks again. Each turn's prompt is the whole conversation so far. An answer counts as equal if its ids are, up to a place where the two best
 log-probabilities are within the engine's contract of each other (1e-4, docs/serving.md).
 """
 
@@ -13,6 +13,8 @@ import json
 import random
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,10 +83,12 @@ def converse(
     for step, index in enumerate(track(order, "turns")):
         text = texts[schedule[index]]
         text += [draw.randrange(3, most) for _ in range(draw.randrange(4, 20))]
+        began = time.monotonic()
+        plain = ask(servers.plain.url, text)
         if step in dying:
-            servers.kill()
+            servers.kill_amid(text, draw.random() * 1.2 * (time.monotonic() - began))
             counts.kills += 1
-        answer, plain = ask(servers.cached.url, text), ask(servers.plain.url, text)
+        answer = ask(servers.cached.url, text)
         if (difference := first_difference(answer, plain)) is not None:
             counts.differing.append(f"conversation {schedule[index]}, {difference}")
         usage = answer["usage"]
@@ -97,6 +101,7 @@ def converse(
 class Servers:
     def __init__(self, folder: Path, model: str) -> None:
         self._folder = folder
+        self.killed_amid = 0  # before the answer had come
         self._command = ("mlx_parallm_serve", "--model-path", model, "--port", PORT)
         config = Path(model) / "config.json"
         self.vocabulary = json.loads(config.read_text())["vocab_size"] if config.exists() else 280
@@ -116,9 +121,16 @@ class Servers:
             command=self._command,
         )
 
-    def kill(self) -> None:
-        self.cached.process.kill()
-        self.cached.process.wait()
+    def kill_amid(self, prompt: list[int], seconds: float) -> None:
+        """Kill the server so long after a prompt was sent, whether it was answered or not."""
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, self.cached.url, prompt)
+            wait([asked], seconds)
+            self.killed_amid += not asked.done()
+            self.cached.process.kill()
+            self.cached.process.wait()
+            if (error := asked.exception()) is not None and not isinstance(error, httpx.HTTPError):
+                raise error
         self.cached = self._start()
 
     def end(self) -> None:
@@ -144,7 +156,7 @@ def main() -> int:
         finally:
             servers.end()
     print(
-        f"{chosen.conversations * chosen.turns} turns, {counts.kills} kills:"
+        f"{chosen.conversations * chosen.turns} turns, {counts.kills} kills, {servers.killed_amid} before the answer had come:"
         f" {100 * counts.hit_rate:.1f} % of {counts.prompt_tokens} prompt tokens were not computed;"
         f" {on_disk:.1f} MB on disk, {corrupt:.0f} damaged files;"
         f" {len(counts.differing)} answers differ"

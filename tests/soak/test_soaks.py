@@ -24,6 +24,7 @@ SOAKS = [
     "hostile_images --count 500",
     "kill_rollouts --kills 20",
     "malformed_groups",
+    "prefix_disk --conversations 200 --turns 8 --kills 20",
     "resume_bits --kills 10",
     "soak --minutes 20",
     "structured --schemas 500 --seeds 10",

@@ -13,7 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixCache, common_beginning
-from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, PrefixReading, Raw, States, StoredPiece
+from mlx_parallm.engine.prefix_disk.disk import (
+    Clearing,
+    PrefixDisk,
+    PrefixReading,
+    Raw,
+    States,
+    StoredPiece,
+)
 from mlx_parallm.engine.prefix_disk.files import BLOCK, hashed
 from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.sequence import Sequence as Choice
@@ -162,12 +169,12 @@ class PrefixArrivals:
         # what the other's reading has not found is not there
         return not (lacking and other.choices) and self._read(arrival)
 
-    def clear(self) -> None:
+    def clear(self) -> Clearing:
         """Empty the disk. What is being read is of before: who waits for it computes its prompt."""
         for arrival in self.waiting:
             if arrival.reading is not None:
                 arrival.reading.given_up = True
-        self.disk.clear()
+        return self.disk.clear()
 
     def keep(self, saves: Iterable[PrefixSave]) -> None:
         """Give what a step has put into the cache to the disk. Its arrays are evaluated."""

@@ -10,6 +10,7 @@ recurrent layers' states after a block are a file of their own, beside the block
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -27,6 +28,9 @@ PATIENCE_S = 5.0  # with a disk that gives no part of a reading; then prompts ar
 END_S = 2.0  # for what the disk does, at the end of the process
 STATE = ".state"
 NONE = np.zeros(0, np.uint8)
+
+Clearing = Future[str]
+"""What is left of files that were to be removed, and why; "": nothing."""
 
 log = get_logger(__name__)
 
@@ -121,6 +125,9 @@ class PrefixDisk:
         files: where they lie.
         model: stands for the base's weights, and how its keys and values are held.
         recurrent: the model has states: a text continues only where these are stored.
+
+    Raises OSError: the folder cannot be made or read. One that gives no answer for PATIENCE_S does
+    not keep the start.
     """
 
     def __init__(self, files: BlockFiles, model: str, *, recurrent: bool) -> None:
@@ -130,8 +137,18 @@ class PrefixDisk:
         self._waiting, self._lock = 0, Lock()  # bytes
         self._closed = Event()
         self._cleared = self._emptied = 0  # how often that was asked for, and done
-        self._busy_since: float | None = None  # of the part that is being read
+        self._busy_since: float | None = time.monotonic()  # of the part that is being read
         self._reader, self._writer = DiskThread("prefix-reader"), DiskThread("prefix-writer")
+        opened: Future[None] = Future()
+        self._reader.do(lambda: self._open(opened))
+        wait([opened], PATIENCE_S)
+        if not opened.done():
+            reason = f"it has given no answer for {PATIENCE_S:.0f} s; prompts are computed"
+            log.warning("server.prefix_disk is late", folder=str(files.folder), reason=reason)
+            opened.add_done_callback(self._note_late)
+        elif error := opened.exception():
+            self.close()
+            raise error
         self._writer.do(files.count)
 
     @property
@@ -179,11 +196,13 @@ class PrefixDisk:
         cleared = self._cleared
         self._writer.do(lambda: self._write(root, tokens, pieces, states, size, cleared))
 
-    def clear(self) -> None:
+    def clear(self) -> Clearing:
         """Remove every file, before anything else is read; what waits to be written is not kept.
         Returns at once."""
         self._cleared += 1
-        self._reader.do(self._clear)
+        done = Clearing()
+        self._reader.do(lambda: done.set_result(self._clear()))
+        return done
 
     def settle(self) -> None:
         """Wait until all that was given is written, or removed."""
@@ -196,23 +215,46 @@ class PrefixDisk:
         for worker in (self._reader, self._writer):
             worker.end()
 
-    def _clear(self) -> None:
+    def _open(self, opened: "Future[None]") -> None:
+        try:
+            self.files.open()
+            opened.set_result(None)
+        except OSError as error:
+            opened.set_exception(error)
+        finally:
+            self._busy_since = None
+
+    def _note_late(self, opened: "Future[None]") -> None:
+        if (error := opened.exception()) is not None:
+            folder, reason = str(self.files.folder), str(error)
+            log.warning("server.prefix_disk cannot be used", folder=folder, reason=reason)
+
+    def _clear(self) -> str:
         serial = self._cleared
         self._busy_since = time.monotonic()  # who waits for the reader waits for this
         try:
             self.files.clear()
-            self._emptied = serial
+        except OSError as error:
+            return f"{self.files.folder} cannot be listed: {error.strerror or error}"
         finally:
             self._busy_since = None
+        self._emptied = serial
+        if stuck := self.files.stuck:
+            return f"{stuck} files or folders in {self.files.folder} cannot be removed"
+        return ""
 
     def _read(self, reading: PrefixReading) -> None:
         began = time.monotonic()
         try:
-            if not reading.given_up and not self._closed.is_set():
-                if self._emptied != self._cleared:  # it has failed: nothing of before is read
-                    self._clear()
-                self._busy_since = time.monotonic()
-                self._read_blocks(reading)
+            if reading.given_up or self._closed.is_set():
+                return
+            if self._emptied != self._cleared:  # it has failed: nothing of before is read
+                self._clear()
+            if self._emptied != self._cleared:
+                self.late += 1
+                return
+            self._busy_since = time.monotonic()
+            self._read_blocks(reading)
         except Exception:  # boundary: a prefix that cannot be read is computed
             self.late += 1
             log.exception("prefix_not_read")

@@ -9,6 +9,7 @@ safetensors; its hash covers name, types, shapes and bytes, so a damaged file is
 
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -33,6 +34,10 @@ STALE_S = 3600.0  # age of a half-written file whose process is gone
 AHEAD_S = 3600.0  # a file used so much later than now was used before the clock was set back
 COUNTED = 0.05  # of the bound: after so many bytes more the files are counted, others' too
 TEMPORARY = ".part-"
+NAME = re.compile(
+    rf"({re.escape(TEMPORARY)}[0-9a-f]{{16}}-)?(?P<folder>[0-9a-f]{{2}})[0-9a-f]{{38}}(\.state)?\.safetensors"
+)
+"""Of files that are counted and removed: a person's own in the directory are left alone."""
 
 log = get_logger(__name__)
 Arrays = Mapping[str, np.ndarray]
@@ -69,8 +74,6 @@ class BlockFiles:
         folder: made if it is missing, for this user alone.
         max_bytes: of all files, of other processes too; the ones that were not used for longest go
             first. `count` looks for them.
-
-    Raises OSError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -79,16 +82,28 @@ class BlockFiles:
         self.corrupt = 0  # files that were found damaged
         self.refused = 0  # files that the disk did not take
         self.unread = 0  # files that are there, and cannot be read
+        self.stuck = 0  # files that could not be removed when they were to be, as last counted
+        self._never: set[Path] = set()  # files and folders to be removed that are there: not read
+        self._warned = False  # of `stuck`
         self._uncounted = 0  # bytes
         self._lock = RLock()  # of `bytes`, and so that `clear` comes before a write or after
         self._rests_until = 0.0
         self._cleared = 0
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.scandir(folder).close()
+
+    def open(self) -> None:
+        """Make the folder. Raises OSError: that cannot be, or it cannot be read."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.scandir(self.folder).close()
+        if self.folder.stat().st_mode & stat.S_IWOTH:
+            reason = "every user may write there, and what they write is served"
+            log.warning("server.prefix_disk is not safe", folder=str(self.folder), reason=reason)
 
     def has(self, name: str) -> bool:
+        path = self._path(name)
+        if path in self._never or path.parent in self._never:
+            return False
         try:
-            return stat.S_ISREG(self._path(name).lstat().st_mode)
+            return stat.S_ISREG(path.lstat().st_mode)
         except OSError:  # nothing there is to be seen
             return False
 
@@ -120,7 +135,8 @@ class BlockFiles:
         if not sound:
             self.corrupt += 1
             log.warning("a stored prefix is damaged, and removed", file=str(path))
-            self._remove(path, len(data))
+            if not self._remove(path, len(data)):
+                self._never.add(path)
             return None
         return arrays
 
@@ -132,6 +148,10 @@ class BlockFiles:
         if sum(array.nbytes for array in arrays.values()) > self.max_bytes:
             return False
         temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+        if self.bytes > self.max_bytes:
+            self.count()  # what could not be removed may be gone
+        if self.bytes > self.max_bytes:
+            return self._rest(path, "older ones cannot be removed")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may remove it
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -144,16 +164,11 @@ class BlockFiles:
                     _unlink(temporary)
                     return False
                 temporary.replace(path)
+                self._never.discard(path)
                 self.bytes += size
         except (OSError, SafetensorError) as error:
             _unlink(temporary)
-            self.refused += 1
-            self._rests_until = time.monotonic() + REST_S
-            reason = getattr(error, "strerror", None) or str(error)
-            log.warning(
-                "prefixes are not written to disk for a minute", file=str(path), reason=reason
-            )
-            return False
+            return self._rest(path, getattr(error, "strerror", None) or str(error))
         self._uncounted += size
         if self.bytes > self.max_bytes or self._uncounted > COUNTED * self.max_bytes:
             self.count()
@@ -168,46 +183,72 @@ class BlockFiles:
             except OSError:
                 continue  # removed meanwhile
 
+    def _rest(self, path: Path, reason: str) -> bool:
+        self.refused += 1
+        self._rests_until = time.monotonic() + REST_S
+        log.warning("prefixes are not written to disk for a minute", file=str(path), reason=reason)
+        return False
+
     def clear(self) -> None:
-        """Remove every file."""
+        """Remove every file. What cannot be removed is `stuck`, and never read. Raises OSError: the
+        folder cannot be listed."""
         with self._lock:
             self._cleared += 1
-            for path, _, size in self._files():
-                self._remove(path, size)
-            self.bytes = 0
+            files, closed = self._files()
+            self._never = closed | {path for path, _, size in files if not self._remove(path, size)}
+            self.stuck = len(self._never)
+            self.bytes = sum(size for path, _, size in files if path in self._never)
 
     def count(self) -> None:
         """Count the files; remove the oldest if they are too many."""
         latest = time.time_ns() + int(AHEAD_S * 1e9)
         with self._lock:
-            files = self._files()
+            try:
+                files, closed = self._files()
+            except OSError as error:
+                self._warn_of(self.folder, error)
+                return
             self.bytes, self._uncounted = sum(size for _, _, size in files), 0
+            self.stuck = len(closed)
             if self.bytes <= self.max_bytes:
                 return
             for path, _, size in sorted(files, key=lambda file: file[1] if file[1] < latest else 0):
                 if self.bytes <= ROOM_KEPT * self.max_bytes:
                     return
-                self._remove(path, size)
+                self.stuck += not self._remove(path, size)
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / f"{name}.safetensors"
 
-    def _files(self) -> list[tuple[Path, int, int]]:
-        """Return path, time of last use in ns and bytes of each file; remove what killed
-        processes have left half-written."""
-        files = []
+    def _files(self) -> tuple[list[tuple[Path, int, int]], set[Path]]:
+        """Return path, time of last use in ns and bytes of each file, and the folders that cannot
+        be listed; remove what killed processes have left half-written. Raises OSError."""
+        files, closed = [], set[Path]()
         for folder in _entries(self.folder):
-            if len(folder.name) != 2 or not _is_folder(folder):
-                continue
-            for entry in _entries(folder):
+            if re.fullmatch("[0-9a-f]{2}", folder.name):
                 try:
-                    status = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue  # another process has removed it
-                if not entry.name.startswith(TEMPORARY):
-                    files.append((Path(entry.path), status.st_mtime_ns, _size(status.st_size)))
-                elif time.time() - status.st_mtime > STALE_S:
-                    _unlink(Path(entry.path))
+                    files += self._files_in(folder)
+                except OSError as error:
+                    self._warn_of(Path(folder.path), error)
+                    closed.add(Path(folder.path))
+        return files, closed
+
+    def _files_in(self, folder: "os.DirEntry[str]") -> list[tuple[Path, int, int]]:
+        files = []
+        for entry in _entries(folder) if folder.is_dir(follow_symlinks=False) else []:
+            name = NAME.fullmatch(entry.name)
+            if name is None or name["folder"] != folder.name:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # another process has removed it
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            if not entry.name.startswith(TEMPORARY):
+                files.append((Path(entry.path), status.st_mtime_ns, _size(status.st_size)))
+            elif abs(time.time() - status.st_mtime) > STALE_S:  # the clock may be set back
+                _unlink(Path(entry.path))
         return files
 
     def _bytes_of(self, path: Path) -> bytes:
@@ -219,28 +260,31 @@ class BlockFiles:
             sound = stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
             return file.read() if sound else b""
 
-    def _remove(self, path: Path, size: int) -> None:
+    def _remove(self, path: Path, size: int) -> bool:
+        """Return whether a file is gone."""
         try:
-            path.unlink()
-        except OSError:
-            return  # another process was faster
+            path.unlink(missing_ok=True)  # another process may be faster
+        except OSError as error:
+            self._warn_of(path, error)
+            return False
         with self._lock:
             self.bytes = max(0, self.bytes - _size(size))
+        return True
 
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_dir(follow_symlinks=False)
-    except OSError:  # some file systems tell the kind only when asked, and fail then
-        return False
+    def _warn_of(self, path: Path, error: OSError) -> None:
+        if not self._warned:
+            self._warned, reason = True, error.strerror or str(error)
+            log.warning(
+                "stored prefixes cannot be listed or removed", file=str(path), reason=reason
+            )
 
 
 def _entries(folder: "Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":
-    """Return what a folder holds; []: it is gone, or not to be read."""
+    """Return what a folder holds; []: it is gone. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

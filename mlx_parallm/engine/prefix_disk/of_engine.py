@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mlx_parallm.engine.prefix_disk.arrivals import PrefixArrivals
-from mlx_parallm.engine.prefix_disk.disk import PrefixDisk
+from mlx_parallm.engine.prefix_disk.disk import Clearing, PrefixDisk
 from mlx_parallm.engine.prefix_disk.files import BLOCK
 from mlx_parallm.engine.scheduling.prefills import PrefixSave
 from mlx_parallm.engine.scheduling.room import CacheRoom
@@ -69,10 +69,14 @@ class DiskPrefixes:
         """Forget the step under way."""
         self._saves = []
 
-    def clear(self) -> None:
+    def clear(self) -> Clearing:
+        """Forget the step under way, and empty the disk (`PrefixDisk.clear`)."""
         self.forget()
         if self.arrivals is not None:
-            self.arrivals.clear()
+            return self.arrivals.clear()
+        nothing = Clearing()
+        nothing.set_result("")
+        return nothing
 
     def close(self) -> None:
         if self.arrivals is not None:
@@ -98,6 +102,10 @@ class DiskPrefixes:
     @property
     def corrupt_files(self) -> int:
         return 0 if self.arrivals is None else self.arrivals.disk.files.corrupt
+
+    @property
+    def stuck_files(self) -> int:
+        return 0 if self.arrivals is None else self.arrivals.disk.files.stuck
 
     @property
     def refused_files(self) -> int:

@@ -29,17 +29,15 @@ SAMPLES = 1024  # numbers of each of the model's arrays that its name is made of
 
 def open_prefix_disk(server: ServerConfig, loaded: LoadedModel, max_bytes: int) -> PrefixDisk:
     """Raises ConfigError: the directory cannot be used."""
-    folder = server.prefix_disk_directory()
-    try:
-        files = BlockFiles(folder, max_bytes)
-    except OSError as error:
-        raise ConfigError(
-            f"server.prefix_disk: {folder} cannot be used: {error.strerror or error}"
-        ) from error
+    files = BlockFiles(server.prefix_disk_directory(), max_bytes)
     recurrent = any(
         isinstance(cache, ArraysCache) for cache in leaves(make_prompt_cache(loaded.model))
     )
-    return PrefixDisk(files, model_name(loaded, server.kv_bits), recurrent=recurrent)
+    try:
+        return PrefixDisk(files, model_name(loaded, server.kv_bits), recurrent=recurrent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"server.prefix_disk: {files.folder} cannot be used: {reason}") from error
 
 
 def model_name(loaded: LoadedModel, kv_bits: int | None) -> str:

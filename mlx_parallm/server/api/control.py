@@ -15,15 +15,17 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 import mlx_parallm
-from mlx_parallm.engine.client import CLIENTS
+from mlx_parallm.engine.client import CLIENTS, left_of
 from mlx_parallm.server.client_hangup import until_hangup
 from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.errors import error_response
 from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.system.log import PAUSED, RESUMED, get_logger
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.client import EngineClient
+    from mlx_parallm.engine.prefix_disk.disk import Clearing
 
 _IDLE_WAIT_S = 0.5
 log = get_logger("server")
@@ -113,7 +115,9 @@ async def abort_requests(context: Context, body: AbortBody | None = None) -> Res
 
 @router.post("/reset_prefix_cache", responses={200: {"model": Success}})
 async def reset_prefix_cache(context: Context) -> Response:
-    await _reset_prefix_cache(context.engine)
+    if left := await left_of(await _reset_prefix_cache(context.engine)):
+        words = "no prompt of before is used any more, but prefixes on disk are left"
+        return error_response(f"{words}: {left}", 503)
     return JSONResponse({"success": True})
 
 
@@ -171,5 +175,5 @@ async def _idle(engine: "EngineClient") -> None:
         pass
 
 
-async def _reset_prefix_cache(engine: "EngineClient") -> None:
-    await asyncio.wrap_future(engine.reset_prefix_cache())
+async def _reset_prefix_cache(engine: "EngineClient") -> "Clearing":
+    return await asyncio.wrap_future(engine.reset_prefix_cache())

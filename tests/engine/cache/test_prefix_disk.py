@@ -1,16 +1,13 @@
 """Prefixes on disk (server.prefix_disk_bytes): a new process answers as the old one without
 computing its prompts, and nothing wrong is ever read."""
 
-import errno
 import os
 import random
-import shutil
 import subprocess
 import sys
 import textwrap
 from dataclasses import replace
-from pathlib import Path
-from threading import Event, Thread, current_thread
+from threading import Thread, current_thread
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -18,19 +15,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.prefix_disk import arrivals as arrivals_module
 from mlx_parallm.engine.prefix_disk import disk as disk_module
 from mlx_parallm.engine.prefix_disk import files as files_module
 from mlx_parallm.engine.prefix_disk import opening as opening_module
-from mlx_parallm.engine.prefix_disk.disk import PrefixDisk, Raw
+from mlx_parallm.engine.prefix_disk.disk import Raw
 from mlx_parallm.engine.prefix_disk.files import BLOCK, BlockFiles, block_names
-from mlx_parallm.engine.prefix_disk.opening import model_name, open_prefix_disk
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.engine.prefix_disk.opening import model_name
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.recurrent.layers import use_chunks
-from mlx_parallm.types import Completion
-from tests.altered import Altered
+from tests.engine.cache.stored_prefixes import NAME, PROMPT, answer, files_of, started
 from tests.engine.helpers import (
     Served,
     qwen3_model,
@@ -44,39 +38,6 @@ from tests.engine.helpers import (
 from tests.engine.test_architectures import model_of
 
 FLIPS = int(os.environ.get("FLIPPED_BITS", "200"))
-PROMPT = ragged_prompts(1, seed=3, shortest=300, longest=300)[0]
-OPEN: list[PrefixDisk] = []
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    while OPEN:
-        OPEN.pop().close()
-
-
-def started(
-    folder: Path, model=None, *, recurrent: bool = False, most: int = 1 << 26, **options
-) -> Served:
-    """An engine as a new process has it."""
-    disk = PrefixDisk(BlockFiles(folder, most), "this model", recurrent=recurrent)
-    OPEN.append(disk)
-    return serve(model or qwen3_model(), prefix_disk=disk, **options)
-
-
-def answer(
-    served: Served, prompt: list[int], *, salt: str | None = None, adapter: str | None = None
-) -> Completion:
-    """A greedy answer; all that it leaves is on disk then."""
-    asked = request("a", prompt, adapter=adapter, max_tokens=6, temperature=0.0, ignore_eos=True)
-    [done] = run(served.engine, [replace(asked, cache_salt=salt)])["a"].completions
-    if served.engine.on_disk.arrivals is not None:
-        served.engine.on_disk.arrivals.disk.settle()
-    return done
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def halved():
@@ -229,7 +190,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
         "1.bfloat16": draw.integers(0, 1 << 16, (1, 2, BLOCK, 8)).astype(np.uint16),
         "2.none": np.zeros(0, np.uint8),
     }
-    assert files.write("ab12", arrays)
+    assert files.write(NAME, arrays)
     [path] = files_of(tmp_path)
     sound = path.read_bytes()
     places = [*random.Random(0).sample(range(8 * len(sound)), FLIPS - 64), *range(64)]
@@ -237,7 +198,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
         damaged = bytearray(sound)
         damaged[place // 8] ^= 1 << place % 8
         path.write_bytes(damaged)
-        found = files.read("ab12")
+        found = files.read(NAME)
         assert found is None, place
         assert not path.exists()
     assert files.corrupt == len(places)
@@ -250,10 +211,10 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
         sound.replace(b"F32", b"I32"),
     ):
         path.write_bytes(cut)
-        assert files.read("ab12") is None
+        assert files.read(NAME) is None
     path.write_bytes(sound)
-    path.rename(path.with_name("ab13.safetensors"))
-    assert files.read("ab13") is None, "another text's name"
+    path.rename(path.with_name(f"{NAME[::-1]}.safetensors"))
+    assert files.read(NAME[::-1]) is None, "another text's name"
 
 
 def test_a_damaged_block_is_computed_and_written_again(tmp_path):
@@ -293,56 +254,6 @@ def test_the_oldest_prefixes_go_and_the_bound_holds(tmp_path):
     assert smaller.files.bytes <= size, "a new bound holds at once"
 
 
-def test_a_disk_that_takes_nothing_costs_a_warning_and_no_answer(tmp_path, monkeypatch):
-    served = started(tmp_path)
-    wanted = answer(serve(qwen3_model()), PROMPT).token_ids
-
-    def full(path, flags, mode=0o777, **options):
-        if files_module.TEMPORARY in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return os.open(path, flags, mode, **options)
-
-    monkeypatch.setattr(files_module, "os", Altered(os, open=full))
-    assert answer(served, PROMPT).token_ids == wanted
-    files = served.engine.on_disk.arrivals.disk.files
-    assert files.refused == 1, "then it rests"
-    assert not files_of(tmp_path)
-    monkeypatch.setattr(files_module, "os", os)
-    files._rests_until = 0.0
-    answer(served, PROMPT[1:])
-    assert files_of(tmp_path)
-
-
-def test_what_others_put_into_the_directory_stops_nothing(tmp_path):
-    wanted = answer(started(tmp_path), PROMPT).token_ids
-    pipe, link, large, *_, last = files_of(tmp_path)
-    for path in (pipe, link, last):
-        path.unlink()
-    os.mkfifo(pipe)
-    link.symlink_to(pipe)
-    with large.open("ab") as file:
-        file.truncate(1 << 27)  # of holes: more than all files may have
-    shutil.rmtree(last.parent)
-    last.parent.write_text("a file in a folder's place")
-    served = started(tmp_path)
-    assert answer(served, PROMPT).token_ids == wanted
-    served.engine.reset_prefix_cache()
-    served.engine.on_disk.arrivals.disk.settle()
-    shutil.rmtree(tmp_path)
-    served.engine.reset_prefix_cache()
-    served.engine.on_disk.arrivals.disk.files._rests_until = 0.0
-    assert answer(served, PROMPT).token_ids == wanted and files_of(tmp_path)
-    names = block_names("root", PROMPT)
-    files = BlockFiles(tmp_path, 1 << 26)
-    for name, put in zip(
-        names, (os.mkfifo, lambda path: path.symlink_to("/dev/zero")), strict=False
-    ):
-        files._path(name).parent.mkdir(exist_ok=True)
-        put(files._path(name))
-        assert files.read(name) is None
-    assert not files.has("a" * 300), "a name that the system refuses, as it does a closed folder"
-
-
 def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "PART", 1)
     answer(started(tmp_path), PROMPT)
@@ -367,74 +278,6 @@ def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
     answer(served, PROMPT[1:])
     assert warnings == ["prefixes_not_kept"], "it is said once"
     assert served.engine.on_disk.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
-
-
-def test_a_disk_that_hangs_keeps_no_request_and_no_end(tmp_path, monkeypatch):
-    wanted = answer(started(tmp_path), PROMPT).token_ids
-    warnings = []
-    log = SimpleNamespace(warning=lambda event, **values: warnings.append(event))
-    monkeypatch.setattr(disk_module, "log", log)
-    monkeypatch.setattr(disk_module, "END_S", 0.0)
-    served = started(tmp_path)
-    disk, hanging, answers = served.engine.on_disk.arrivals.disk, Event(), Event()
-    read = disk.files.read
-
-    def hung(name):
-        hanging.set()
-        answers.wait()
-        return read(name)
-
-    monkeypatch.setattr(disk.files, "read", hung)
-    served.engine.add(request("a", PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True))
-    served.engine.add(request("b", [*PROMPT[:200], 1], max_tokens=6, temperature=0.0))
-    hanging.wait()
-    assert not disk.hangs and not served.engine.on_disk.arrivals.arrived()
-    monkeypatch.setattr(disk_module, "PATIENCE_S", 0.0)
-    [done] = run(served.engine, [])["a"].completions
-    assert done.token_ids == wanted and done.cached_tokens == 0
-    assert served.engine.on_disk.failed_reads == 1 and warnings == ["prefixes_not_read"]
-    served.engine.add(request("c", [*PROMPT[:100], 2], max_tokens=1))
-    assert not served.engine.on_disk, "nobody waits for it any more"
-    served.engine.on_disk.close()
-    answers.set()
-    disk._reader._thread.join()
-    assert not disk.hangs and served.engine.on_disk.hit_tokens == 0
-
-
-def test_a_folder_that_takes_long_to_clear_keeps_no_request(tmp_path, monkeypatch):
-    served = started(tmp_path)
-    disk, clearing, cleared = served.engine.on_disk.arrivals.disk, Event(), Event()
-    monkeypatch.setattr(disk.files, "clear", lambda: (clearing.set(), cleared.wait()))
-    monkeypatch.setattr(disk_module, "PATIENCE_S", 0.0)
-    served.engine.reset_prefix_cache()
-    clearing.wait()
-    assert run(served.engine, [request("a", PROMPT, max_tokens=1)])["a"].completions
-    cleared.set()
-    disk.settle()
-    assert not disk.hangs
-
-
-def test_what_cannot_be_read_is_counted_and_what_is_no_file_is_replaced(tmp_path, monkeypatch):
-    """A file of another user, and a link in a block's place."""
-    wanted = answer(started(tmp_path), PROMPT).token_ids
-
-    def forbidden(path, flags, mode=0o777, **options):
-        if str(path).endswith(".safetensors"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return os.open(path, flags, mode, **options)
-
-    served = started(tmp_path)
-    monkeypatch.setattr(files_module, "os", Altered(os, open=forbidden))
-    assert answer(served, PROMPT).token_ids == wanted
-    assert (
-        served.engine.on_disk.failed_reads == served.engine.on_disk.arrivals.disk.files.unread > 0
-    )
-    monkeypatch.setattr(files_module, "os", os)
-    for path in files_of(tmp_path):
-        path.unlink()
-        path.symlink_to("/dev/zero")
-    answer(started(tmp_path), PROMPT)
-    assert answer(started(tmp_path), PROMPT).cached_tokens == 288
 
 
 def test_the_bound_holds_for_two_processes_and_a_clock_that_was_set_back(tmp_path):
@@ -528,51 +371,6 @@ def test_clearing_while_a_prefix_is_read(tmp_path):
     disk.settle()
 
 
-def test_an_error_of_the_disk_ends_no_thread_and_brings_nothing_back(tmp_path, monkeypatch):
-    """Of counting at the start, and of clearing: until that is done nothing is read."""
-    wanted = answer(started(tmp_path), PROMPT).token_ids
-    failed = []
-
-    def fails(files):
-        failed.append(1)
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockFiles, "count", fails)
-        patch.setattr(BlockFiles, "clear", fails)
-        served = started(tmp_path)
-        disk = served.engine.on_disk.arrivals.disk
-        served.engine.reset_prefix_cache()
-        assert answer(served, PROMPT).token_ids == wanted
-        assert len(failed) == 3 and served.engine.on_disk.failed_reads == 1
-        assert served.engine.on_disk.hit_tokens == 0 and not disk.hangs
-        assert disk._reader._thread.is_alive() and disk._writer._thread.is_alive()
-    served.engine.scheduler.forget_prefixes()
-    assert answer(served, PROMPT).cached_tokens == 0, "what is removed now"
-    served.engine.scheduler.forget_prefixes()
-    assert answer(served, PROMPT).cached_tokens == 288, "and written again"
-
-
-def test_a_folder_of_unknown_kind_is_passed_over(tmp_path, monkeypatch):
-    files = BlockFiles(tmp_path, 1 << 26)
-    assert files.write("ab12", {"0.float32": np.zeros(8, np.float32)})
-    entries = files_module._entries
-
-    def stale(follow_symlinks=True):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    broken = SimpleNamespace(name="zz", is_dir=stale)
-    monkeypatch.setattr(
-        files_module,
-        "_entries",
-        lambda folder: entries(folder) + ([broken] if folder == tmp_path else []),
-    )
-    files.count()
-    assert files.bytes == 4096
-    files.clear()
-    assert not files_of(tmp_path)
-
-
 def test_processes_of_one_number_write_beside_each_other(tmp_path, monkeypatch):
     """Two containers that share a volume may both have the number 7."""
     one, other = (BlockFiles(tmp_path, 1 << 26) for _ in range(2))
@@ -582,16 +380,16 @@ def test_processes_of_one_number_write_beside_each_other(tmp_path, monkeypatch):
         save(arrays, path, metadata)
         if files_module.save_file is saved:
             monkeypatch.undo()
-            assert other.write("ab12", values)
+            assert other.write(NAME, values)
 
     monkeypatch.setattr(files_module, "save_file", saved)
-    assert one.write("ab12", values) and not one.refused
-    assert one.read("ab12") is not None and len(files_of(tmp_path)) == 1
+    assert one.write(NAME, values) and not one.refused
+    assert one.read(NAME) is not None and len(files_of(tmp_path)) == 1
 
 
 def test_a_count_brings_no_stale_total_back(tmp_path, monkeypatch):
     files = BlockFiles(tmp_path, 1 << 26)
-    assert files.write("ab12", {"0.float32": np.zeros(8, np.float32)})
+    assert files.write(NAME, {"0.float32": np.zeros(8, np.float32)})
     clearing, listed = Thread(target=files.clear), files._files
 
     def slow():
@@ -673,10 +471,10 @@ WRITER = """
     print("ready", flush=True)
     number = 0
     while True:
-        name = f"{draw.integers(0, 200):04d}"
+        name = f"{draw.integers(0, 200):040d}"
         values = np.full((1, 1, 32, 4096), int(name), np.float32)
         files.write(name, {"0.float32": values})
-        found = files.read(f"{draw.integers(0, 200):04d}")
+        found = files.read(f"{draw.integers(0, 200):040d}")
         assert files.corrupt == 0
 """
 
@@ -707,40 +505,6 @@ def test_processes_that_share_a_directory_and_are_killed_leave_only_whole_files(
     assert files.bytes <= 44 << 20 and len(names) >= 20
 
 
-LIMITED = """
-    import resource, signal, sys
-    from pathlib import Path
-    import numpy as np
-    from mlx_parallm.engine.prefix_disk.files import BlockFiles
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    files = BlockFiles(Path(sys.argv[1]), 1 << 20)
-    assert files.write("ab11", {"0.float32": np.zeros(8, np.float32)})
-    assert not files.write("ab12", {"0.float32": np.zeros(1 << 14, np.float32)})
-    assert files.refused == 1 and not files.takes("ab13")
-"""
-
-
-@pytest.mark.slow
-def test_a_file_that_the_system_cuts_off_is_refused_and_leaves_nothing(tmp_path):
-    """A limit of the process, as a full disk: found while the file is written."""
-    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 and "File too large" in ended.stdout + ended.stderr, ended
-    assert [path.stem for path in files_of(tmp_path)] == ["ab11"]
-
-
-def test_what_killed_processes_left_half_written_goes(tmp_path):
-    files = BlockFiles(tmp_path, 1 << 20)
-    files.write("ab12", {"0.float32": np.zeros(3, np.float32)})
-    half = files_of(tmp_path)[0].with_name(f"{files_module.TEMPORARY}1-x")
-    half.write_bytes(b"x")
-    files.count()
-    assert half.exists(), "its process may write it still"
-    os.utime(half, (0, 0))
-    files.count()
-    assert not half.exists() and len(files_of(tmp_path)) == 1
-
-
 def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     loaded = LoadedModel(qwen3_model(), {"rope_theta": 1.0}, tmp_path, 100)
@@ -759,11 +523,3 @@ def test_the_name_of_a_model_covers_its_files_arrays_and_configuration(tmp_path,
     monkeypatch.setattr(opening_module, "kind_of_numbers", lambda: "another device")
     changed.append(model_name(loaded, None))
     assert len({name, *changed}) == 8
-
-
-def test_a_directory_that_cannot_be_used_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    server = ServerConfig(prefix_disk=tmp_path / "file" / "below")
-    loaded = LoadedModel(qwen3_model(), {}, tmp_path, 100)
-    with pytest.raises(ConfigError, match=r"server\.prefix_disk: .*file"):
-        open_prefix_disk(server, loaded, 1 << 20)
