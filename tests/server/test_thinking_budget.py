@@ -22,7 +22,7 @@ from tests.server.serving import running_server
 
 TEMPLATE = (
     "{{ messages[0].content }}<|im_end|>{{ reasoning_effort }}"
-    "{% if messages | length > 1 %}{{ messages[-1].content }}{% else %}<think>{% endif %}"
+    "{% if messages[-1].role == 'assistant' %}{{ messages[-1].content }}{% else %}<think>{% endif %}"
 )
 BUDGET = 7
 ASKED = {"seed": 1, "temperature": 1.5, "max_tokens": 40}
@@ -107,6 +107,27 @@ def test_a_schema_holds_behind_the_forced_end(server, tokens, never):
         ).choices[0]
     assert json.loads(answer.message.content)["ok"] in (True, False), answer
     assert len(tokens.encode_within(answer.message.reasoning)) <= 3
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_forced_call_comes_behind_the_forced_end(server, tokens, never, budget):
+    parameters = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+    parameters["additionalProperties"] = False
+    with server.openai() as client:
+        choices = client.chat.completions.create(
+            model="default",
+            messages=USER,
+            n=2,
+            tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            tool_choice="required",
+            extra_body={"thinking_token_budget": budget, "return_token_ids": True, **never},
+            **{**ASKED, "max_tokens": 100},
+        ).choices
+    end = tokens.encode_within("</think>")[0]
+    for choice in choices:
+        assert choice.token_ids.index(end) == budget
+        [call] = choice.message.tool_calls
+        assert json.loads(call.function.arguments)["x"] in (1, 2)
 
 
 def test_thoughts_that_the_client_began_count(server, tokens, never):

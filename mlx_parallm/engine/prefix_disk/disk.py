@@ -255,6 +255,7 @@ class PrefixDisk:
                 return
             self._busy_since = time.monotonic()
             self._read_blocks(reading)
+            self._writer.do(self.files.count_if_due)
         except Exception:  # boundary: a prefix that cannot be read is computed
             self.late += 1
             log.exception("prefix_not_read")

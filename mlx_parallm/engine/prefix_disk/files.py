@@ -32,7 +32,7 @@ ROOM_KEPT = 0.9  # of the bound, after the oldest files were removed
 REST_S = 60.0  # without writing, after the disk has refused a file
 STALE_S = 3600.0  # age of a half-written file whose process is gone
 AHEAD_S = 3600.0  # a file used so much later than now was used before the clock was set back
-COUNTED = 0.05  # of the bound: after so many bytes more the files are counted, others' too
+COUNTED = 0.05  # of the bound: once so much was written or read the files are counted, others' too
 TEMPORARY = ".part-"
 NAME = re.compile(
     rf"({re.escape(TEMPORARY)}[0-9a-f]{{16}}-)?(?P<folder>[0-9a-f]{{2}})[0-9a-f]{{38}}(\.state)?\.safetensors"
@@ -85,7 +85,7 @@ class BlockFiles:
         self.stuck = 0  # files that could not be removed when they were to be, as last counted
         self._never: set[Path] = set()  # files and folders to be removed that are there: not read
         self._warned = False  # of `stuck`
-        self._uncounted = 0  # bytes
+        self._uncounted = 0  # bytes that were read and written since
         self._lock = RLock()  # of `bytes`, and so that `clear` comes before a write or after
         self._rests_until = 0.0
         self._cleared = 0
@@ -138,6 +138,7 @@ class BlockFiles:
             if not self._remove(path, len(data)):
                 self._never.add(path)
             return None
+        self._uncounted += len(data)  # others may have written as much
         return arrays
 
     def write(self, name: str, arrays: Arrays) -> bool:
@@ -170,8 +171,7 @@ class BlockFiles:
             _unlink(temporary)
             return self._rest(path, getattr(error, "strerror", None) or str(error))
         self._uncounted += size
-        if self.bytes > self.max_bytes or self._uncounted > COUNTED * self.max_bytes:
-            self.count()
+        self.count_if_due()
         return True
 
     def touch(self, names: Iterable[str]) -> None:
@@ -198,6 +198,11 @@ class BlockFiles:
             self._never = closed | {path for path, _, size in files if not self._remove(path, size)}
             self.stuck = len(self._never)
             self.bytes = sum(size for path, _, size in files if path in self._never)
+
+    def count_if_due(self) -> None:
+        """Count the files if so much was read and written since that others may have, too."""
+        if self.bytes > self.max_bytes or self._uncounted > COUNTED * self.max_bytes:
+            self.count()
 
     def count(self) -> None:
         """Count the files; remove the oldest if they are too many."""

@@ -181,6 +181,37 @@ def test_a_publish_while_a_prefix_is_read(tmp_path, monkeypatch):
     assert done.token_ids == answer(serve(trained), PROMPT).token_ids[:4]
 
 
+def test_an_adapter_that_is_replaced_while_a_prefix_is_read(tmp_path):
+    def loaded(seed: int) -> Served:
+        served = started(tmp_path)
+        served.weights.add_adapter("own", random_adapter(served, seed))
+        return served
+
+    first, second = (answer(loaded(seed), PROMPT, adapter="own").token_ids for seed in (1, 2))
+    assert first != second
+    served = loaded(1)
+    asked = request("a", PROMPT, adapter="own", max_tokens=6, temperature=0.0, ignore_eos=True)
+    served.engine.add(asked)
+    served.engine.on_disk.arrivals.waiting[0].reading.ended.wait()
+    served.weights.add_adapter("own", random_adapter(served, 2))
+    [done] = run(served.engine, [])["a"].completions
+    assert done.cached_tokens == served.engine.on_disk.hit_tokens == 0
+    assert done.token_ids in (first, second)
+    served.engine.on_disk.arrivals.disk.settle()
+    for seed, wanted in ((1, first), (2, second)):
+        again = answer(loaded(seed), PROMPT, adapter="own")
+        assert again.token_ids == wanted and again.cached_tokens == 288
+
+
+def test_versions_of_the_policy_are_neither_written_nor_read(tmp_path):
+    served = started(tmp_path, policy="policy", keep_versions=2)
+    served.weights.add_adapter("policy", random_adapter(served, 1))
+    served.weights.publish_adapter(random_adapter(served, 2))
+    for name in ("policy@0", "policy@1", "policy"):
+        assert answer(served, PROMPT, adapter=name).cached_tokens == 0
+    assert not files_of(tmp_path)
+
+
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
     """`FLIPPED_BITS=5000` tries so many."""
     files = BlockFiles(tmp_path, 1 << 20)
@@ -284,14 +315,25 @@ def test_the_bound_holds_for_two_processes_and_a_clock_that_was_set_back(tmp_pat
     one, other = (BlockFiles(tmp_path, 40 * 8192) for _ in range(2))
     values = {"0.float32": np.zeros(1024, np.float32)}  # with its header two pages
     for number in range(60):
-        (one, other)[number % 2].write(f"{number:04d}", values)
+        (one, other)[number % 2].write(f"{number:040d}", values)
         assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 44 * 8192
     left = files_of(tmp_path)
     for path in left[:-5]:
         os.utime(path, (2e10, 2e10))  # used before the clock went back
     for number in range(60, 90):
-        one.write(f"{number:04d}", values)
-        assert one.has(f"{number:04d}") and all(path.exists() for path in left[-5:])
+        one.write(f"{number:040d}", values)
+        assert one.has(f"{number:040d}") and all(path.exists() for path in left[-5:])
+
+
+def test_a_server_that_only_reads_counts_what_others_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "COUNTED", 0.0)
+    served = started(tmp_path)
+    answer(started(tmp_path), PROMPT)
+    assert served.engine.on_disk.used_bytes == 0
+    answer(served, PROMPT)
+    assert served.engine.on_disk.used_bytes == sum(
+        -(-path.stat().st_size // 4096) * 4096 for path in files_of(tmp_path)
+    )
 
 
 def test_adapters_are_hashed_where_they_are_loaded(tmp_path, monkeypatch):
