@@ -79,16 +79,16 @@ class Gmpo(Reinforce):
 
 
 @dataclass(frozen=True)
-class Vespo(Reinforce):
+class ImportanceSampling(Reinforce):
+    ratio_level: RatioLevel = "token"
+
+
+@dataclass(frozen=True)
+class Vespo(ImportanceSampling):
     vespo_k_positive: float = 2.0
     vespo_lambda_positive: float = 3.0
     vespo_k_negative: float = 3.0
     vespo_lambda_negative: float = 2.0
-
-
-@dataclass(frozen=True)
-class ImportanceSampling(Reinforce):
-    ratio_level: RatioLevel = "token"
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Keys that each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and
 read, none of them."""
 
+ENTROPY_RANGE = ("entropy_delta", "entropy_min", "entropy_max")
+"""How entropy_target moves the weight of the bonus."""
 ADVANTAGE = {"advantage": "std", "advantage_whiten": False, "credit": "episode", "turn_gamma": 1.0}
 BOUNDS = tuple(dict.fromkeys(key for loss in LOSSES for key in bounds_of(loss)))
 PRESET_KEYS = ("loss", *SHARED, *ADVANTAGE, *BOUNDS)
@@ -293,9 +295,9 @@ class AlgorithmSection(Section):
     """"clip_cov": covariance below which it may be; 5. More than cov_low."""
     cov_weight: float | None = Field(None, ge=0)
     """"kl_cov": weight of |log-probability - the one before| of the chosen tokens; 1."""
-    top_entropy_quantile: float | None = Field(None, gt=0, lt=1)
-    """The policy loss is that of this share of the step's tokens, those of the highest entropy
-    (TRL's; 0.2 in arXiv:2506.01939); default: of all."""
+    top_entropy_quantile: float | None = Field(None, ge=0, lt=1)
+    """The policy loss, and the entropy bonus, are those of this share of the step's tokens, those of
+    the highest entropy (TRL's; 0.2 in arXiv:2506.01939); 0: of the highest one; default: of all."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
@@ -307,6 +309,16 @@ class AlgorithmSection(Section):
     entropy_aggregation: Literal["loss", "token"] = "loss"
     """How the bonus becomes one number: "loss" = by loss_aggregation; "token" = mean over
     tokens, as in TRL."""
+    entropy_target: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Entropy in nats a token that the bonus holds: its weight starts at entropy_weight and moves by
+    entropy_delta after each update, up at the target or below, else down; above the target there is
+    no bonus (TRL's use_adaptive_entropy)."""
+    entropy_delta: float = Field(0.005, gt=0, allow_inf_nan=False)
+    """entropy_target: how far an update moves the weight."""
+    entropy_min: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """entropy_target: smallest weight."""
+    entropy_max: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """entropy_target: largest weight."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before overlong_length over which a completion loses up to 1 of its reward (DAPO);
     0 = off."""
@@ -368,10 +380,21 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"cov_low ({self.cov_low:g}) has to be below cov_high ({self.cov_high:g})"
             )
-        if self.top_entropy_quantile is not None and self.entropy_weight:
+        return self
+
+    @model_validator(mode="after")
+    def _entropy_fits(self) -> "AlgorithmSection":
+        given = [key for key in ENTROPY_RANGE if key in self.changed()]
+        if self.entropy_target is None and given:
+            raise ValueError(f"{given[0]} is set, but only read with entropy_target")
+        if self.entropy_min > self.entropy_max:
             raise ValueError(
-                "top_entropy_quantile and entropy_weight: the bonus is over all tokens, the loss"
-                " over those of high entropy alone: leave one of them out"
+                f"entropy_min ({self.entropy_min:g}) is above entropy_max ({self.entropy_max:g})"
+            )
+        bonus = [key for key in ("entropy_weight", "entropy_target") if getattr(self, key)]
+        if bonus and self.loss is not None and is_reference(self.loss):
+            raise ValueError(
+                f"{bonus[0]} is set, but a loss of your own weighs inputs.entropy itself"
             )
         return self
 

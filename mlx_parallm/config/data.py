@@ -64,6 +64,7 @@ ROLLOUT_KEYS = (
     "kl_beta",
     "kl_estimator",
     "entropy_weight",
+    "entropy_target",
     "overlong_buffer",
     "length_penalty",
     "update_epochs",
@@ -82,6 +83,7 @@ NOT_OF_PREFERENCES = (
     "kl_estimator",
     "entropy_weight",
     "entropy_aggregation",
+    "entropy_target",
     "constant_length",
 )
 """Keys about rollouts that the losses of PREFER_SAMPLED do not read."""

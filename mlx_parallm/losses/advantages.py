@@ -22,6 +22,7 @@ STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
 
 BATCH_EPSILON = 1e-4  # TRL's
+MAXRL_EPSILON = 1e-6  # of the authors' code
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "maxrl", "none", "std_batch", "batch"]
 KINDS = get_args(AdvantageKind)
@@ -40,7 +41,7 @@ def group_advantages(
     std_sample   the same with the sample's std, divided by G - 1 (as TRL, verl)
     mean         r - mean (Dr. GRPO, arXiv:2503.20783)
     rloo         r - mean of the others = G / (G - 1) · (r - mean) (arXiv:2402.14740)
-    maxrl        (r - mean) / mean, of rewards from 0 on (MaxRL, arXiv:2602.02710)
+    maxrl        (r - mean) / (mean + 1e-6), of rewards from 0 on (MaxRL, arXiv:2602.02710)
     none         r itself (REINFORCE)
     std_batch    r - mean, which `over_batch` divides by the std of the step's rewards
     batch        r itself, which `over_batch` compares with the step's rewards
@@ -51,7 +52,7 @@ def group_advantages(
     Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107,
     -0.707107],
     std_sample: [1.154701, -0.577350, -0.577350], mean: [0.666667, -0.333333, -0.333333], rloo: [1,
-    -0.5, -0.5], maxrl: [2, -1, -1].
+    -0.5, -0.5], maxrl: [1.999994, -0.999997, -0.999997].
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not a kind of advantage; there are {', '.join(KINDS)}")
@@ -84,7 +85,7 @@ def _group_advantages(
                 f'advantage = "maxrl" divides by the mean of rewards from 0 on: {min(rewards):g} is'
                 " below"
             )
-        return tuple(value / mean for value in centred)
+        return tuple(value / (mean + MAXRL_EPSILON) for value in centred)
     if kind in ("mean", "rloo", "std_batch"):
         scale = count / (count - 1) if kind == "rloo" else 1.0
         return tuple(scale * value * unit for value in centred)

@@ -11,7 +11,7 @@ here, a line in `LOSSES`, and a class with its settings in `config/algorithm.py`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -162,12 +162,11 @@ def two_sided(
     Worked, clip 0.2 / 0.2, delta 4: ratio 5, A = -1 → -min(-4, -1.2) = 4 (clipped); ratio 2, A = -1
     → 2.
     """
-    ratio, advantages = terms.ratio, terms.advantages
-    bounds = _bounds(clip_ratio, clip_ratio_high)
-    inside = mx.clip(ratio, *bounds)
-    values = -mx.minimum(mx.minimum(ratio, ratio_delta) * advantages, inside * advantages)
-    clipped = _surrogate(terms, *bounds)[1]
-    return TokenLoss(values, clipped | ((advantages < 0) & (ratio > ratio_delta)))
+    low, high = _bounds(clip_ratio, clip_ratio_high)
+    values, clipped = _surrogate(terms, low, min(high, ratio_delta))
+    highest = max(high, ratio_delta)
+    above = (terms.advantages < 0) & (terms.ratio > highest)
+    return TokenLoss(mx.where(above, -highest * terms.advantages, values), clipped | above)
 
 
 def cispo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLoss:
@@ -219,16 +218,14 @@ def gmpo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLos
     0.2) / 2) = 1.105171 → -1.105171, and no gradient by the first token; A = -1: exp((1 - 0.2) / 2)
     = 1.491825 → 1.491825.
     """
-    log_ratio, up = terms.log_ratio, terms.advantages > 0
-    bounded = mx.where(
-        up, mx.minimum(log_ratio, clip_ratio_high), mx.maximum(log_ratio, -clip_ratio)
-    )
+    log_ratio = terms.log_ratio
+    above = (terms.advantages > 0) & (log_ratio > clip_ratio_high)
+    below = (terms.advantages < 0) & (log_ratio < -clip_ratio)
+    bounded = mx.where(above, clip_ratio_high, mx.where(below, -clip_ratio, log_ratio))
     mean = terms.sequence_mean(bounded)
     ratio = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
-    down = terms.advantages < 0
-    clipped = (up & (log_ratio > clip_ratio_high)) | (down & (log_ratio < -clip_ratio))
     one = mx.exp(bounded - mx.stop_gradient(bounded))
-    return TokenLoss(-mx.stop_gradient(ratio) * one * terms.advantages, clipped)
+    return TokenLoss(-mx.stop_gradient(ratio) * one * terms.advantages, above | below)
 
 
 def vespo(
@@ -306,10 +303,13 @@ def _bounds(clip_ratio: float, clip_ratio_high: float) -> tuple[float, float]:
 
 
 def _surrogate(terms: Terms, low: float, high: float) -> tuple[mx.array, mx.array]:
-    """Return the clipped surrogate [B, T], and a mask of tokens without gradient."""
+    """Return the clipped surrogate [B, T], and a mask of tokens without gradient. A ratio that is
+    the bound has one, as in torch: with clip_ratio = 0 a policy still learns from its own tokens.
+    """
     ratio, advantages = terms.ratio, terms.advantages
-    values = -mx.minimum(ratio * advantages, mx.clip(ratio, low, high) * advantages)
-    return values, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    above, below = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+    bounded = mx.where(above, high, mx.where(below, low, ratio))
+    return -bounded * advantages, above | below
 
 
 LOSSES: dict[str, Callable[..., TokenLoss]] = {
@@ -384,13 +384,25 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if inputs.entropy is not None:
         metrics["entropy"] = aggregate(inputs.entropy, inputs)
     loss = aggregate(values, inputs, options.aggregation)
-    if options.entropy_weight:
-        if inputs.entropy is None:
-            raise ValueError("entropy_weight > 0 needs entropy")
-        loss = loss - options.entropy_weight * aggregate(
-            inputs.entropy, inputs, options.entropy_aggregation
-        )
+    adapts = inputs.entropy_weight is not None
+    if adapts or options.entropy_weight:
+        weight = inputs.entropy_weight if adapts else options.entropy_weight
+        loss = loss - weight * _entropy(inputs, options.entropy_aggregation)
+    if adapts:
+        metrics["bonus_entropy"] = _entropy(inputs, "token")
     return LossOutputs(loss, metrics)
+
+
+def _entropy(inputs: LossInputs, aggregation: Aggregation) -> mx.array:
+    """Return the entropy bonus: over the tokens whose policy loss counts, as in TRL, with "token"
+    their mean."""
+    if inputs.entropy is None:
+        raise ValueError("entropy_weight > 0 needs entropy")
+    if inputs.counted is None or inputs.counted_normalizer is None:
+        return aggregate(inputs.entropy, inputs, aggregation)
+    counted = inputs.entropy * masked(inputs.counted, inputs.mask)
+    of_them = replace(inputs, token_normalizer=inputs.counted_normalizer)
+    return aggregate(counted, of_them, aggregation)
 
 
 def _policy_values(terms: Terms, options: LossOptions) -> tuple[mx.array, dict[str, mx.array]]:
@@ -399,6 +411,8 @@ def _policy_values(terms: Terms, options: LossOptions) -> tuple[mx.array, dict[s
     values, metrics = token.values, {}
     if inputs.weights is not None:
         values = values * masked(inputs.weights, inputs.mask)
+    if inputs.counted is not None:
+        values = values * masked(inputs.counted, inputs.mask)
     if options.off_policy_mask is not None:
         left_out = off_policy(terms, options.off_policy_mask)
         values = mx.where(left_out, 0.0, values)

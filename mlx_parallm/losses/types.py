@@ -40,8 +40,11 @@ class LossInputs:
     entropy: mx.array | None = None  # [B, T] float32, nats
     # [B, T] float32, denominator of the ratio; None: rollout_logprobs
     old_logprobs: mx.array | None = None
-    # [B, T] float32, sampler correction, 0 outside of the top entropies: multiplies the policy loss
+    # [B, T] float32, sampler correction: multiplies the policy loss
     weights: mx.array | None = None
+    # [B, T] float32, 1: of the top entropies, over which policy loss and entropy are; None: all are
+    counted: mx.array | None = None
+    counted_normalizer: Number | None = None  # entries of counted in the whole mini-batch
     selected: mx.array | None = None  # [B, T] float32, 1: chosen by `losses.selection`
     values: mx.array | None = None  # [B, T] float32, differentiated
     old_values: mx.array | None = None  # [B, T] float32, before the step's first update
@@ -53,6 +56,8 @@ class LossInputs:
     max_length: Number | None = None  # L of the aggregation "constant"
     # today's weight of the KL to the reference in the loss; without one the float 0
     kl_beta: Number = 0.0
+    # today's weight of the entropy bonus, where it adapts; None: the loss's own
+    entropy_weight: Number | None = None
     # sizes of the batch, as far as its source knows them
     constants: Mapping[str, Number] = field(default_factory=dict)
     # [B] float32 each: numbers of rows that depend on all rows of the step, before its first update

@@ -104,7 +104,8 @@ if the step has one prompt alone.
 `dropped_without_variance`: groups in whose place others were sampled.
 `environments`: `batch.EnvironmentNumbers` of each. `full_marks`: `full_marks.FullMarks` of each.
 `kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its
-weight in this step.
+weight in this step. With entropy_target: `entropy_coefficient`, the weight of the bonus after this
+step, and `bonus_entropy`, the entropy that is compared with it.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step
 starts from, before its first update; of all tokens that came with log-probabilities if none is
 of those weights (then the difference includes the learning since, and `mismatch_fresh` is

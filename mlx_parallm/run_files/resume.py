@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.algorithm import BOUNDS, REPLAY_KEYS
+from mlx_parallm.config.algorithm import BOUNDS, ENTROPY_RANGE, REPLAY_KEYS
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.run_files.directory import CONFIG_FILE, LATEST, STORE_FILE, find_checkpoint
@@ -116,6 +116,8 @@ MAY_CHANGE = (
             "kl_beta",
             "entropy_weight",
             "entropy_aggregation",
+            "entropy_target",
+            *ENTROPY_RANGE,
             *BOUNDS,
             "off_policy_mask",
             "top_entropy_quantile",

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.trl.config import (
+    ADAPTIVE_ENTROPY,
     SampledConfig,
     SFTConfig,
     TrainerConfig,
@@ -16,6 +17,8 @@ from tests.trl.test_mapping import CLASSES, one, schedule_of
 
 OTHER_VALUES: dict[str, Any] = {
     **{
+        "entropy_coef_min": 0.01,
+        "entropy_coef_max": 0.5,
         "off_policy_mask_threshold": 0.5,
         "top_entropy_quantile": 0.2,
         "output_dir": "elsewhere",
@@ -110,6 +113,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
         name: {"teacher_model_name_or_path": "/teacher"}
         for name in ("teacher_model_init_kwargs", "teacher_model_revision")
     },
+    **dict.fromkeys(ADAPTIVE_ENTROPY, {"use_adaptive_entropy": True}),
     "log_completions": {"logging_steps": 3},
     "discopop_tau": {"loss_type": "discopop"},
     "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},

@@ -34,6 +34,7 @@ WITHOUT_EFFECT = NAMES.warned
 the behaviour here."""
 NOT_HERE = NAMES.refused
 """name → (the values that switch it off, beside None; what to use instead)."""
+ADAPTIVE_ENTROPY = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 VALUES_NOT_HERE = NAMES.refused_values
 """TRL's argument and an unsupported value of it → what to use instead."""
 
@@ -306,9 +307,9 @@ class GRPOConfig(SampledConfig):
     """vespo: the power for negative advantages."""
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: the decay for negative advantages."""
-    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of the tokens that were sampled together whose policy loss counts, those of the highest
-    entropy; not with entropy_coef."""
+    top_entropy_quantile: float = Field(1.0, ge=0, le=1)
+    """Share of the tokens that were sampled together whose policy loss and entropy bonus count, those
+    of the highest entropy."""
     off_policy_mask_threshold: float | None = Field(None, gt=0)
     """Leave completions with a negative advantage out whose mean log(sampler / policy) is above
     this, in nats (DeepSeek-V3.2)."""
@@ -329,7 +330,18 @@ class GRPOConfig(SampledConfig):
     reward_weights: tuple[float, ...] | None = None
     """One weight for each reward function; default: 1."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with use_adaptive_entropy where it starts."""
+    use_adaptive_entropy: bool = False
+    """The weight moves after each update, and there is no bonus above entropy_target
+    (Skywork-OR1)."""
+    entropy_coef_min: float = Field(0.0, ge=0)
+    """use_adaptive_entropy: smallest weight."""
+    entropy_coef_max: float = Field(1.0, ge=0)
+    """use_adaptive_entropy: largest weight."""
+    entropy_coef_delta: float = Field(0.005, gt=0)
+    """use_adaptive_entropy: how far an update moves it."""
+    entropy_target: float = Field(0.2, ge=0)
+    """use_adaptive_entropy: entropy in nats a token that is held."""
     mask_truncated_completions: bool = False
     """Do not train on completions that max_completion_length ended."""
     sync_ref_model: bool = False
@@ -354,6 +366,9 @@ class GRPOConfig(SampledConfig):
                 "delta is a bound of the clipped loss:"
                 f" loss_type={self.loss_type!r} does not read it"
             )
+        adaptive = [name for name in ADAPTIVE_ENTROPY if name in self.changed()]
+        if adaptive and not self.use_adaptive_entropy:
+            raise ValueError(f"{adaptive[0]} is read with use_adaptive_entropy=True only")
         return self
 
 

@@ -136,6 +136,11 @@ HOW: Mapping[str, str] = {
     "vespo_lambda_pos": "`rl_training.vespo_lambda_positive`",
     "vespo_k_neg": "`rl_training.vespo_k_negative`",
     "vespo_lambda_neg": "`rl_training.vespo_lambda_negative`",
+    "use_adaptive_entropy": "whether `rl_training.entropy_target` is set",
+    "entropy_coef_min": "`rl_training.entropy_min`, with use_adaptive_entropy",
+    "entropy_coef_max": "`rl_training.entropy_max`, with use_adaptive_entropy",
+    "entropy_coef_delta": "`rl_training.entropy_delta`, with use_adaptive_entropy",
+    "entropy_target": "`rl_training.entropy_target`, with use_adaptive_entropy",
     "top_entropy_quantile": "`rl_training.top_entropy_quantile`, unset for 1",
     "off_policy_mask_threshold": "`rl_training.off_policy_mask`",
     "f_alpha_divergence_coef": "`rl_training.preference.f_alpha`, with alpha_divergence",
@@ -535,9 +540,8 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
         "top_entropy_quantile": args.top_entropy_quantile
         if args.top_entropy_quantile < 1
         else None,
+        "ratio_level": args.importance_sampling_level,
     }
-    if args.loss_type != "vespo":  # its ratio is a sequence's
-        bounds["ratio_level"] = args.importance_sampling_level
     if args.loss_type == "dr_grpo":
         bounds["constant_length"] = args.max_completion_length
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
@@ -547,6 +551,13 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
         "dynamic_sampling": False,
         "max_staleness": 0,
     }
+    if args.use_adaptive_entropy:
+        keys |= {
+            "entropy_target": args.entropy_target,
+            "entropy_delta": args.entropy_coef_delta,
+            "entropy_min": args.entropy_coef_min,
+            "entropy_max": args.entropy_coef_max,
+        }
     if args.beta:
         keys |= _reference(
             args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule

@@ -165,7 +165,7 @@ def policy_gradient(config: LearningSection) -> Algorithm:
         advantages=_estimator(config),
         needs_reference=config.kl_beta > 0,
         finish=whitened if config.advantage_whiten else None,
-        entropy_slope=config.entropy_weight > 0 or custom,
+        entropy_slope=config.entropy_weight > 0 or config.entropy_target is not None or custom,
         fuse=not custom,
         selection=_selection(config),
     )

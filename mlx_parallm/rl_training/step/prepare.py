@@ -41,7 +41,7 @@ from mlx_parallm.config.training import LearningSection
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.selection import Selection, high_entropy
-from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.losses.types import LossInputs, LossOutputs, Number
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.ops import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
@@ -167,6 +167,7 @@ class PreparedBatch:
     has_rollout_logprobs: np.ndarray  # the sender has sent a log-probability
     old_logprobs: np.ndarray | None = None  # denominator of the ratio; None: rollout_logprobs
     weights: np.ndarray | None = None
+    counted: np.ndarray | None = None  # 1: of the top entropies
     selected: np.ndarray | None = None
     entropies: np.ndarray | None = None  # nats, under the weights that the step starts from
     ref_logprobs: np.ndarray | None = None
@@ -189,12 +190,19 @@ class PreparedBatch:
             "advantages": self.advantages,
             "old_logprobs": self.old_logprobs,
             "weights": self.weights,
+            "counted": self.counted,
             "selected": self.selected,
             "ref_logprobs": self.ref_logprobs,
             "old_values": self.old_values,
             "returns": self.returns,
         }
         return {name: column for name, column in columns.items() if column is not None}
+
+    def counted_in(self, micro_batches: Sequence[MicroBatch]) -> float | None:
+        """Return how many of their tokens are of the top entropies; None: all count."""
+        if self.counted is None:
+            return None
+        return max(sum(float(self.counted[part.columns].sum()) for part in micro_batches), 1.0)
 
     def step_tokens(self) -> StepTokens:
         """Return each token's numbers before the first update; the trainer records the rest."""
@@ -316,8 +324,7 @@ def prepare(
     if selection.top_entropy is not None:
         assert prepared.entropies is not None, "scored, because the algorithm wants them"
         counts = high_entropy(prepared.entropies, selection.top_entropy)
-        weights = 1.0 if prepared.weights is None else prepared.weights
-        prepared = replace(prepared, weights=np.asarray(counts * weights, np.float32))
+        prepared = replace(prepared, counted=counts.astype(np.float32))
     return prepared
 
 
@@ -400,21 +407,6 @@ def _with_kl(prepared: PreparedBatch, coefficient: float | None) -> PreparedBatc
     )
 
 
-def adapted_coefficient(
-    coefficient: float, kl: float, *, target: float, horizon: int, sequences: int
-) -> float:
-    """The next coefficient of the KL: coefficient · (1 + clip(kl / target - 1, ±0.2) · sequences /
-    horizon).
-
-    Ziegler et al. 2019 (arXiv:1909.08593), section 2.2; also verl's and TRL's.
-
-    Worked: coefficient 0.1, kl 0.3, target 0.1 → the error 2 is clipped to 0.2; with 128 sequences
-    of a horizon of 10,000: 0.1 · (1 + 0.2 · 0.0128) = 0.100256.
-    """
-    error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coefficient * (1.0 + error * sequences / horizon)
-
-
 def _column(values: Sequence[Sequence[float]], sequences: Sequence[TrainSequence]) -> np.ndarray:
     """Lists [T] a sequence, empty ones read as 0 → the column of their trained tokens."""
     parts = []
@@ -460,7 +452,7 @@ class BatchLoss:
     The normalizers divide the sums over tokens, or sequences: the counts of a mini-batch give its
     mean, 1 gives sums.
     `max_length`: of a sequence, for losses that divide by it. `kl_beta`: weight of the KL to the
-    reference in the loss.
+    reference in the loss. `entropy_weight`: of the entropy bonus; None: the loss's own.
     `fuse`: the loss takes arrays for numbers.
     """
 
@@ -472,6 +464,8 @@ class BatchLoss:
     max_length: float
     constants: Mapping[str, float]
     fuse: bool = False
+    counted_normalizer: float | None = None
+    entropy_weight: float | None = None
     # names of the loss's metrics, once it was called
     metric_names: list[str] = field(default_factory=list)
 
@@ -509,6 +503,10 @@ class BatchLoss:
             measured = {} if compared is None else {compared.name: spread(others[0])}
             values = others[len(measured) :]
             number = as_data if self.fuse else float
+
+            def maybe(value: float | None) -> Number | None:
+                return None if value is None else number(value)
+
             inputs = LossInputs(
                 logprobs=rows,
                 mask=mask,
@@ -518,6 +516,8 @@ class BatchLoss:
                 values=spread(values[0]) if values else None,
                 max_length=number(self.max_length),
                 kl_beta=number(self.kl_beta) if self.kl_beta else 0.0,
+                counted_normalizer=maybe(self.counted_normalizer),
+                entropy_weight=maybe(self.entropy_weight),
                 constants={name: number(constant) for name, constant in self.constants.items()},
                 row_constants=rows_of,
                 **measured,

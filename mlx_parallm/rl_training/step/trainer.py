@@ -57,6 +57,7 @@ from mlx_parallm.rl_training.step.collate import (
     collate,
     epoch_order,
 )
+from mlx_parallm.rl_training.step.coefficients import Coefficients
 from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.companions import companions_of
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
@@ -74,7 +75,6 @@ from mlx_parallm.rl_training.step.prepare import (
     Scores,
     StepPosition,
     StepTokens,
-    adapted_coefficient,
     mismatch,
     prepare,
     sampler_correction,
@@ -176,7 +176,7 @@ class Trainer:
         self._in_step = False
         self._proof = GradientProof(self.model)
         self._budget = MicroBatchBudget(*options.eval_limits, blocks)
-        self._kl_coefficient = options.kl_beta
+        self._coefficients = Coefficients(options)
         self._correction = (
             None
             if algorithm.on_data or algorithm.pairs or algorithm.singles
@@ -206,7 +206,7 @@ class Trainer:
         taken = {key: value for key, value in values.items() if key in self.settings()}
         self.options = self.options.model_copy(update=taken)
         if "kl_beta" in values:
-            self._kl_coefficient = self.options.kl_beta
+            self._coefficients.kl = self.options.kl_beta
 
     def settings(self) -> dict[str, float]:
         """Return the values that `change` may replace, by their keys of [rl_training]."""
@@ -216,13 +216,11 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return the state that lasts from step to step, besides weights and optimizer; as JSON."""
-        return {"kl_coefficient": self._kl_coefficient}
+        return self._coefficients.state(self.options)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load what `state()` returned. A coefficient that does not adapt is the
-        configuration's."""
-        if self.options.kl_target is not None:
-            self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
+        """Load what `state()` returned."""
+        self._coefficients.restore(state, self.options)
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array that a step computes with and that a checkpoint has, or that it is measured
@@ -441,6 +439,8 @@ class Trainer:
         if not update.applied:
             log.warning("non-finite gradient: mini-batch skipped", step=batch.step)
             return skipped
+        if self.options.entropy_target is not None:
+            self._coefficients.after_update(sums.totals["bonus_entropy"], self.options)
         totals = sums.totals | {"grad_norm": update.grad_norm}
         if update.moved is not None:
             totals |= asdict(update.moved)
@@ -567,15 +567,7 @@ class Trainer:
     def _finish_step(self, step: int, prepared: PreparedBatch) -> None:
         """Adapt the KL's coefficient for the next step, and update a reference that is a moving
         average."""
-        target, horizon = self.options.kl_target, self.options.kl_horizon
-        if target is not None and prepared.kl is not None:
-            self._kl_coefficient = adapted_coefficient(
-                self._kl_coefficient,
-                prepared.kl,
-                target=target,
-                horizon=horizon,
-                sequences=len(prepared.lengths),
-            )
+        self._coefficients.after_step(prepared.kl, len(prepared.lengths), self.options)
         is_ema = self.options.reference == "ema"
         if is_ema and step % self.options.reference_update_every == 0:
             self.policy.blend_reference(self.options.reference_decay)
@@ -726,7 +718,7 @@ class Trainer:
             batch,
             scores,
             correction=self._correction,
-            kl_penalty=self._kl_coefficient if self.options.kl_in == "reward" else None,
+            kl_penalty=self._coefficients.kl if self.options.kl_in == "reward" else None,
             finish=self.algorithm.finish,
             signal=self.algorithm.signal,
             selection=self.algorithm.selection,
@@ -740,10 +732,12 @@ class Trainer:
             prepared,
             token_normalizer=float(mini_batch.tokens),
             sequence_normalizer=float(mini_batch.sequences),
-            kl_beta=self._kl_coefficient if self.options.kl_in == "loss" else 0.0,
+            kl_beta=self._coefficients.kl if self.options.kl_in == "loss" else 0.0,
             max_length=float(self.options.loss_length),
             constants=batch.constants,
             fuse=self.algorithm.fuse,
+            counted_normalizer=prepared.counted_in(mini_batch.micro_batches),
+            entropy_weight=self._coefficients.bonus(self.options),
         )
 
     def _result(
@@ -769,7 +763,7 @@ class Trainer:
             "mismatch_fresh": fresh,
             **(prepared.metrics if prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
-            "kl_coefficient": self._kl_coefficient if self.options.kl_beta > 0 else None,
+            **self._coefficients.metrics(self.options),
             "tokens": at.tokens,
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,

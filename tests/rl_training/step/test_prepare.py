@@ -23,13 +23,13 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.options import check_kv_bits
 from mlx_parallm.rl_training.step import prepare as prepare_module
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.coefficients import adapted_coefficient
 from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
     MISMATCH_BOUND,
     PreparedBatch,
     SamplerCorrection,
     StepPosition,
-    adapted_coefficient,
     expected_mismatch,
     prepare,
     sampler_correction,

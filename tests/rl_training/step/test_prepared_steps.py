@@ -10,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.losses.policy_gradient import policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.options import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import loss_options
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -42,6 +44,7 @@ class Seen:
         )
         self._waiting: list[tuple[np.ndarray, dict[str, mx.array]]] = []
         self.kl_betas: list[float] = []
+        self.entropy_weights: list[float | None] = []
 
     def trainer(self) -> Trainer:
         algorithm = make_algorithm(self.config)
@@ -55,6 +58,7 @@ class Seen:
             del columns["mask"], columns["logprobs"], columns["entropy"]
             self._waiting.append((kept, columns))
             self.kl_betas.append(inputs.kl_beta)
+            self.entropy_weights.append(inputs.entropy_weight)
             return algorithm.loss(inputs)
 
         self._waiting: list[tuple[np.ndarray, dict[str, mx.array]]] = []
@@ -248,6 +252,49 @@ def test_the_coefficient_is_adapted_after_each_step_and_goes_on_after_a_resume()
     assert fixed.state() == {"kl_coefficient": 0.25}
 
 
+def test_the_weight_of_the_bonus_adapts_after_each_update_and_goes_on_after_a_resume() -> None:
+    """As TRL's controller, by hand, with two updates a step: no bonus in the first one, nor after
+    an update whose entropy was above the target."""
+    adaptive = {"entropy_weight": 0.1, "update_epochs": 2}
+    seen = Seen(**adaptive, entropy_target=50.0, entropy_max=0.112)
+    trainer = seen.trainer()
+    batch = on_policy(trainer, make_batch(random_groups(2)))
+    found = [trainer.train_step(batch).metrics["entropy_coefficient"] for _ in range(2)]
+    assert found == pytest.approx([0.11, 0.112])
+    assert seen.entropy_weights == pytest.approx([0, 0.105, 0.11, 0.112])
+    above = Seen(**adaptive, entropy_target=1e-6, entropy_min=0.104)
+    resumed = above.trainer()
+    resumed.restore(json.loads(json.dumps(trainer.state())))
+    assert resumed.train_step(batch).metrics["entropy_coefficient"] == pytest.approx(0.104)
+    assert above.entropy_weights == [0, 0]
+    fixed = make_trainer(make_config(entropy_weight=0.3))
+    fixed.restore(trainer.state())
+    assert "entropy_coefficient" not in fixed.state()
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence_sum"])
+def test_the_bonus_is_over_the_tokens_that_count(aggregation: str) -> None:
+    """Of 3 and 2 tokens with the entropies 1, 2, 6 and 4, 3, those of 6 and 4 count: their mean is
+    5, their sum over two sequences too."""
+    entropy = mx.array([[1.0, 2.0, 6.0], [4.0, 3.0, 0.0]])
+    inputs = LossInputs(
+        logprobs=mx.zeros((2, 3)),
+        rollout_logprobs=mx.zeros((2, 3)),
+        advantages=mx.zeros((2, 3)),
+        mask=mx.array([[True] * 3, [True, True, False]]),
+        token_normalizer=5.0,
+        sequence_normalizer=2.0,
+        entropy=entropy,
+        counted=mx.array([[0.0, 0, 1], [1, 0, 1]]),
+        counted_normalizer=2.0,
+        entropy_weight=0.1,
+    )
+    settings = {"loss_aggregation": aggregation, "entropy_target": 1.0}
+    outputs = policy_loss(inputs, loss_options(make_config(**settings)))
+    assert outputs.loss.item() == pytest.approx(-0.5)
+    assert outputs.metrics["bonus_entropy"].item() == pytest.approx(5.0)
+
+
 CONFIGS = {
     "tis": {"sampler_correction": "tis"},
     "mis": {
@@ -264,6 +311,7 @@ CONFIGS = {
     },
     "ppo": {"algorithm": "ppo", "kl_beta": 0.05, "kl_in": "reward", "sampler_correction": "tis"},
     "top_entropy": {"top_entropy_quantile": 0.3},
+    "adaptive entropy": {"entropy_weight": 0.1, "entropy_target": 50.0},
     "clip_cov": {"algorithm": "clip_cov", "cov_share": 0.3, "cov_low": -1.0},
 }
 
@@ -343,7 +391,7 @@ def test_a_step_without_a_token_is_finished(name: str, left: str) -> None:
 
 @pytest.mark.parametrize("correction", ["none", "tis"])
 def test_tokens_of_high_entropy_are_of_the_step_however_it_is_cut(correction: str) -> None:
-    """The weights of the others are 0, those of a sampler correction stay."""
+    """The others do not count; the weights of a sampler correction stay."""
     counts = []
     for cut in ({}, {"batch_size": 4, "token_budget": 48}):
         seen = Seen(top_entropy_quantile=0.4, sampler_correction=correction, **cut)
@@ -355,9 +403,9 @@ def test_tokens_of_high_entropy_are_of_the_step_however_it_is_cut(correction: st
         given = seen.constants()
         if not cut:
             expected = by_length(trainer, batch, entropies) >= least
-            np.testing.assert_array_equal(given[0]["weights"] > 0, expected)
-            assert (given[0]["weights"][expected] == 1).all() == (correction == "none")
-        counts.append(sum(int((part["weights"] > 0).sum()) for part in given))
+            np.testing.assert_array_equal(given[0]["counted"] > 0, expected)
+            assert ("weights" in given[0]) == (correction == "tis")
+        counts.append(sum(int((part["counted"] > 0).sum()) for part in given))
     assert counts[0] == counts[1] > 0
 
 

@@ -112,12 +112,15 @@ def together(count: int, work: Callable[[Ranks], T]) -> list[T]:
         return list(pool.map(lambda own: in_mlx_thread(lambda: work(own)), ranks))
 
 
+ADAPTIVE = {"entropy_weight": 0.1, "entropy_target": 50.0, "update_epochs": 2}
+
+
 @pytest.mark.parametrize(
     ("count", "values"),
     [
         (2, {}),
         (3, {"kl_beta": 0.1, "update_epochs": 2, "batch_size": 8}),
-        (2, {"lora": False, "token_budget": 48, "top_entropy_quantile": 0.4}),
+        (2, {"lora": False, "token_budget": 48, "top_entropy_quantile": 0.4, **ADAPTIVE}),
         (2, {"algorithm": "ppo", "sampler_correction": "tis", "kl_beta": 0.1, "kl_in": "reward"}),
         (
             3,
