@@ -296,8 +296,8 @@ class AlgorithmSection(Section):
     cov_weight: float | None = Field(None, ge=0)
     """"kl_cov": weight of |log-probability - the one before| of the chosen tokens; 1."""
     top_entropy_quantile: float | None = Field(None, ge=0, lt=1)
-    """The policy loss, and the entropy bonus, are those of this share of the step's tokens, those of
-    the highest entropy (TRL's; 0.2 in arXiv:2506.01939); 0: of the highest one; default: of all."""
+    """The policy loss, and the entropy bonus, are of this share of the step's tokens, those of the
+    highest entropy (TRL's; 0.2 in arXiv:2506.01939); 0: of the highest one; default: of all."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
@@ -310,9 +310,9 @@ class AlgorithmSection(Section):
     """How the bonus becomes one number: "loss" = by loss_aggregation; "token" = mean over
     tokens, as in TRL."""
     entropy_target: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Entropy in nats a token that the bonus holds: its weight starts at entropy_weight and moves by
-    entropy_delta after each update, up at the target or below, else down; above the target there is
-    no bonus (TRL's use_adaptive_entropy)."""
+    """Entropy in nats a token that the bonus holds: its weight starts at entropy_weight, and moves
+    by entropy_delta after each update, up at the target or below, else down; above the target there
+    is no bonus (TRL's use_adaptive_entropy)."""
     entropy_delta: float = Field(0.005, gt=0, allow_inf_nan=False)
     """entropy_target: how far an update moves the weight."""
     entropy_min: float = Field(0.0, ge=0, allow_inf_nan=False)

@@ -113,7 +113,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
         name: {"teacher_model_name_or_path": "/teacher"}
         for name in ("teacher_model_init_kwargs", "teacher_model_revision")
     },
-    **dict.fromkeys(ADAPTIVE_ENTROPY, {"use_adaptive_entropy": True}),
+    **{key: {"use_adaptive_entropy": True} for key in ADAPTIVE_ENTROPY},
     "log_completions": {"logging_steps": 3},
     "discopop_tau": {"loss_type": "discopop"},
     "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},

@@ -21,9 +21,7 @@ from mlx_parallm.rl_training.step.algorithms import loss_options
 from tests.trl.random_batches import Batch, make_batch
 from tests.trl.test_mapping import one
 
-THEIRS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "losses_1_16.json").read_text()
-)
+THEIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "losses_1_16.json").read_text())
 
 
 def inputs_of(batch: Batch, *, kl_beta: float, quantile: float | None) -> LossInputs:
@@ -62,9 +60,7 @@ def test_losses_and_slopes_are_trls(kind: str) -> None:
             continue
         training = one(GRPOConfig(**arguments)).rl_training
         batch = make_batch(case["seed"], corrected=case["corrected"])
-        inputs = inputs_of(
-            batch, kl_beta=training.kl_beta, quantile=training.top_entropy_quantile
-        )
+        inputs = inputs_of(batch, kl_beta=training.kl_beta, quantile=training.top_entropy_quantile)
         options = loss_options(training)
 
         def loss(logprobs: mx.array, entropy: mx.array) -> mx.array:

@@ -308,8 +308,8 @@ class GRPOConfig(SampledConfig):
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: the decay for negative advantages."""
     top_entropy_quantile: float = Field(1.0, ge=0, le=1)
-    """Share of the tokens that were sampled together whose policy loss and entropy bonus count, those
-    of the highest entropy."""
+    """Share of the tokens that were sampled together whose policy loss and entropy bonus count,
+    those of the highest entropy."""
     off_policy_mask_threshold: float | None = Field(None, gt=0)
     """Leave completions with a negative advantage out whose mean log(sampler / policy) is above
     this, in nats (DeepSeek-V3.2)."""

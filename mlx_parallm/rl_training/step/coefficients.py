@@ -73,7 +73,7 @@ class Coefficients:
         return state
 
     def restore(self, state: Mapping[str, Any], options: LearningSection) -> None:
-        """Load what `state()` returned. A coefficient that does not adapt is the configuration's."""
+        """Load what `state()` returned. One that does not adapt is the configuration's."""
         if options.kl_target is not None:
             self.kl = state.get("kl_coefficient", self.kl)
         if options.entropy_target is not None:

@@ -50,6 +50,7 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.coefficients import Coefficients
 from mlx_parallm.rl_training.step.collate import (
     MicroBatch,
     MicroBatchBudget,
@@ -57,7 +58,6 @@ from mlx_parallm.rl_training.step.collate import (
     collate,
     epoch_order,
 )
-from mlx_parallm.rl_training.step.coefficients import Coefficients
 from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.companions import companions_of
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
