@@ -384,17 +384,18 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _entropy_fits(self) -> "AlgorithmSection":
-        given = [key for key in ENTROPY_RANGE if key in self.changed()]
-        if self.entropy_target is None and given:
-            raise ValueError(f"{given[0]} is set, but only read with entropy_target")
+        unread = [key for key in ENTROPY_RANGE if key in self.changed()]
+        if self.entropy_target is None and unread:
+            raise ValueError(f"{unread[0]} is set, but only read with entropy_target")
         if self.entropy_min > self.entropy_max:
             raise ValueError(
                 f"entropy_min ({self.entropy_min:g}) is above entropy_max ({self.entropy_max:g})"
             )
-        bonus = [key for key in ("entropy_weight", "entropy_target") if getattr(self, key)]
+        bonus = self.entropy_weight or self.entropy_target is not None
         if bonus and self.loss is not None and is_reference(self.loss):
             raise ValueError(
-                f"{bonus[0]} is set, but a loss of your own weighs inputs.entropy itself"
+                "entropy_weight and entropy_target are of the losses here: a loss of your own"
+                " weighs inputs.entropy itself"
             )
         return self
 

@@ -384,12 +384,11 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if inputs.entropy is not None:
         metrics["entropy"] = aggregate(inputs.entropy, inputs)
     loss = aggregate(values, inputs, options.aggregation)
-    adapts = inputs.entropy_weight is not None
-    if adapts or options.entropy_weight:
-        weight = inputs.entropy_weight if adapts else options.entropy_weight
-        loss = loss - weight * _entropy(inputs, options.entropy_aggregation)
-    if adapts:
+    if inputs.entropy_weight is not None:
         metrics["bonus_entropy"] = _entropy(inputs, "token")
+        loss = loss - inputs.entropy_weight * _entropy(inputs, options.entropy_aggregation)
+    elif options.entropy_weight:
+        loss = loss - options.entropy_weight * _entropy(inputs, options.entropy_aggregation)
     return LossOutputs(loss, metrics)
 
 

@@ -17,12 +17,11 @@ order.
 import itertools
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -135,6 +134,7 @@ class RowDraws:
         self._log: DrawLog | None = None
         self._unknown: set[str] = set()  # rows of the log that the data has no more
         self._full = False  # a row has come that could not be added
+        self._replays, self._taken = False, 0  # how many entries of the log were taken
         self._turn: tuple[int, Any] = (-1, ())  # number and order of the turn through all rows
 
     # --- the queue's side
@@ -242,15 +242,10 @@ class RowDraws:
                 " put the data back, or remove the file to let the estimates begin anew"
             )
 
-    def continue_in(
-        self, kept: DrawLog, *, others: Literal["forgotten", "known"] = "forgotten"
-    ) -> None:
-        """Take every entry of a log as when it was written, and append to it from now on; `others`:
-        what becomes of rows that are not there. Raises CheckpointError: a damaged file."""
-        for entry in kept.read(self.environment):
-            if others == "known" and "row" in entry:
-                self.know(entry["row"], most=sys.maxsize)
-            self._take(entry)
+    def continue_in(self, kept: DrawLog) -> None:
+        """Take every entry of a log as when it was written, and append to it from now on. Raises
+        CheckpointError: a damaged file."""
+        self.replay(kept)
         if self._unknown:
             log.warning(
                 "rows that were drawn are no longer in the data: what they earned is forgotten",
@@ -258,6 +253,20 @@ class RowDraws:
                 rows=len(self._unknown),
             )
         self._log = kept
+
+    def replay(self, kept: DrawLog) -> None:
+        """Take the entries of a log that were not taken yet. Nothing is estimated before the last
+        one: each new policy version changes the estimates of all rows."""
+        self._replays = True
+        try:
+            for entry in kept.read(self.environment, after=self._taken):
+                self._take(entry)
+                self._taken += 1
+        finally:
+            self._replays = False
+        everything = slice(0, len(self._keys))
+        self._rates.estimate(everything)
+        self._weigh(everything)
 
     # --- both
 
@@ -302,13 +311,16 @@ class RowDraws:
 
     def _count(self, row: int, rewards: Sequence[float] | None, version: int | None) -> None:
         if rewards is None:
-            changed = self._rates.add(row, right=0.0, wrong=self._rates.size, version=version)
+            right, wrong = 0.0, float(self._rates.size)
         elif rewards:
             right = self._range.right(rewards)
-            changed = self._rates.add(row, right=right, wrong=len(rewards) - right, version=version)
+            wrong = len(rewards) - right
         else:
             return
-        self._weigh(changed)
+        if self._replays:
+            self._rates.count(row, right=right, wrong=wrong, version=version)
+        else:
+            self._weigh(self._rates.add(row, right=right, wrong=wrong, version=version))
 
     def _weigh(self, rows: slice) -> None:
         self._weights.put(rows, self._rates.teaches[rows] ** self._sharpness)

@@ -7,6 +7,7 @@ there.
                                        rewards null: it failed, and a new attempt would fail too
 """
 
+import itertools
 import json
 import math
 import os
@@ -27,15 +28,15 @@ class DrawLog:
         # where the lines of each environment begin; None: the file was not read yet
         self._places: dict[str, array[int]] | None = None
 
-    def read(self, environment: str) -> Iterator[dict[str, Any]]:
-        """Yield the entries of an environment. The first time all lines are read, and a last one
-        that a kill left unfinished is removed; later only its own are.
+    def read(self, environment: str, after: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the entries of an environment, without the first `after`. The first time all lines
+        are read, and a last one that a kill left unfinished is removed; later only its own are.
         Raises CheckpointError: a damaged line, or the file cannot be read."""
         try:
             if self._places is not None:
-                yield from self._read_at(self._places.get(environment, array("q")))
+                yield from self._read_at(self._places.get(environment, array("q"))[after:])
             elif self.path.exists():
-                yield from self._read_all(environment)
+                yield from itertools.islice(self._read_all(environment), after, None)
             else:
                 self._places = {}
         except OSError as error:
@@ -64,6 +65,13 @@ class DrawLog:
                 for place in places:
                     file.seek(place)
                     yield _entry(file.readline(), f"{self.path}, byte {place}")
+
+    def find_places(self) -> None:
+        """Read all lines, unless they were read. From then on one thread may `read` while another
+        one appends. Raises CheckpointError."""
+        if self._places is None:
+            for _ in self.read(""):
+                pass
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write one line; one that is only half written is removed. Raises CheckpointError."""

@@ -147,6 +147,12 @@ class PassRates:
     def add(self, row: int, *, right: float, wrong: float, version: int | None = None) -> slice:
         """Count answers of policy `version` (None: of the newest one) to a row. Return the rows
         whose estimates have changed."""
+        changed = self.count(row, right=right, wrong=wrong, version=version)
+        self.estimate(changed)
+        return changed
+
+    def count(self, row: int, *, right: float, wrong: float, version: int | None) -> slice:
+        """The same, but the estimates of the rows that are returned wait for `estimate`."""
         rows = slice(0, len(self._right))
         aged = self._age(version)
         if version is not None and self.newest is not None:
@@ -164,10 +170,11 @@ class PassRates:
         self._wrong[touched] *= weights
         self._right[easier] += right
         self._wrong[harder] += wrong
-        changed = rows if aged else touched
-        self._all_right[changed], self._all_wrong[changed] = self._chances(changed)
-        self.teaches[changed] = self._differ(changed)
-        return changed
+        return rows if aged else touched
+
+    def estimate(self, rows: slice) -> None:
+        self._all_right[rows], self._all_wrong[rows] = self._chances(rows)
+        self.teaches[rows] = self._differ(rows)
 
     def add_row(self) -> None:
         """Add a row that was not measured."""

@@ -80,12 +80,12 @@ class SentDraws:
     def __init__(self, kept: Path, *, seed: int) -> None:
         self._log, self._seed = DrawLog(kept / SENT_DRAWS_FILE), seed
         self._lock = threading.Lock()
+        self._naming = threading.Lock()  # one change of rows at a time; held before _lock
         self._senders: dict[str, RowSender] = {}
 
     def check(self) -> None:
         """Raises CheckpointError: the file of a former process is damaged."""
-        for _ in self._log.read(""):
-            pass
+        self._log.find_places()
 
     def name_rows(
         self,
@@ -100,19 +100,24 @@ class SentDraws:
         order is that of the first call, but levels have their own.
         Raises CheckpointError: the file cannot be read."""
         named = (tuple(rows) if levels else frozenset(rows), settings, group_size, levels)
+        with self._naming:
+            with self._lock:
+                before = self._senders.get(environment)
+                if before is not None and before.named == named:
+                    return
+                self._log.find_places()
+            draws = RowDraws(
+                environment, rows, settings, group_size=group_size, seed=self._seed, levels=levels
+            )
+            self._continue(draws, named)
+
+    def _continue(self, draws: RowDraws, named: Any) -> None:
+        """Let an environment have these draws, once they know what the file has. Others draw and
+        earn meanwhile: a file of many groups takes long."""
+        draws.replay(self._log)
         with self._lock:
-            before = self._senders.get(environment)
-            if before is None or before.named != named:
-                draws = RowDraws(
-                    environment,
-                    rows,
-                    settings,
-                    group_size=group_size,
-                    seed=self._seed,
-                    levels=levels,
-                )
-                draws.continue_in(self._log)
-                self._senders[environment] = RowSender(draws, named)
+            draws.continue_in(self._log)  # what they have added
+            self._senders[draws.environment] = RowSender(draws, named)
 
     def draw(self, environment: str, groups: int) -> list[str] | None:
         """Return the rows of so many groups; None: it has named no rows. Raises CheckpointError:
@@ -138,18 +143,30 @@ class SentDraws:
         if row is None:
             return
         try:
+            self._meet(environment, group_size=len(group.rollouts))
             with self._lock:
                 self._count(environment, row, group)
         except CheckpointError as error:
             log.warning("what a row earned is not kept", environment=environment, error=str(error))
 
+    def _meet(self, environment: str, *, group_size: int) -> None:
+        """Know the rows that the file has of an environment that has named none."""
+        with self._lock:
+            if environment in self._senders:
+                return
+        with self._naming:
+            with self._lock:
+                if environment in self._senders:
+                    return
+                self._log.find_places()
+            entries = self._log.read(environment)
+            rows = list(dict.fromkeys(entry["row"] for entry in entries if "row" in entry))
+            settings = AdaptiveConfig()
+            draws = RowDraws(environment, rows, settings, group_size=group_size, seed=self._seed)
+            self._continue(draws, None)
+
     def _count(self, environment: str, row: str, group: RolloutGroup) -> None:
-        sender = self._senders.get(environment)
-        if sender is None:
-            size = len(group.rollouts)
-            draws = RowDraws(environment, [], AdaptiveConfig(), group_size=size, seed=self._seed)
-            draws.continue_in(self._log, others="known")
-            sender = self._senders[environment] = RowSender(draws)
+        sender = self._senders[environment]
         draws = sender.draws
         drawn = [index for index, name in sender.in_flight.items() if name == row]
         if not drawn:

@@ -1,5 +1,6 @@
 """The draws of environments that keep their rows: groups that are lost, names, a full disk."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from mlx_parallm.config.environment import AdaptiveConfig
 from mlx_parallm.environments.curriculum import sent
 from mlx_parallm.environments.curriculum.log import DrawLog
+from mlx_parallm.environments.curriculum.pass_rates import PassRates
 from mlx_parallm.environments.curriculum.sent import SentDraws
 from mlx_parallm.errors import CheckpointError
 
@@ -100,6 +102,53 @@ def test_a_file_is_read_whole_once(tmp_path, monkeypatch):
     assert again.numbers()[:2] == first.numbers()
     again.name_rows("new", ["a"], SELDOM, group_size=2)  # what was written since is read too
     assert again._senders["new"].draws.kinds().easy == 1
+
+
+def test_others_draw_and_earn_while_a_long_file_is_replayed(tmp_path, monkeypatch):
+    draws = named(tmp_path, "a", "b")
+    draws.earned("sums", group("a"))
+    draws.name_rows("words", ["x"], SELDOM, group_size=2)
+    read, inside, go_on = DrawLog.read, threading.Event(), threading.Event()
+
+    def slowly(log, environment, after=0):
+        for entry in read(log, environment, after):
+            inside.set()
+            assert go_on.wait(60)
+            yield entry
+
+    monkeypatch.setattr(DrawLog, "read", slowly)
+    changing = threading.Thread(target=name_rows, args=(draws, "a", "b", "c"))
+    changing.start()
+    assert inside.wait(60)
+    assert draws.draw("words", 1) == ["x"]
+    draws.earned("words", group("x"))
+    draws.earned("sums", group("b", (1.0, 1.0)))  # under the rows before; the new ones know it too
+    assert len(draws.numbers()) == 2
+    go_on.set()
+    changing.join()
+    known = draws._senders["sums"].draws
+    assert (known.keys, known.kinds().easy, known.kinds().unseen) == (["a", "b", "c"], 1, 1)
+
+
+def test_a_replay_estimates_once(tmp_path, monkeypatch):
+    """And ends where the draws are that were never interrupted, to the bit."""
+    rows, estimates = [str(n) for n in range(40)], []
+    live = named(tmp_path, *rows)
+    version = [0]
+    monkeypatch.setattr(sent, "newest_version", lambda _: version[0])
+    for version[0] in range(1, 60):
+        for row in live.draw("sums", 2):
+            live.earned("sums", group(row, (float(int(row) % 3 == 0), float(int(row) % 2))))
+    estimate = PassRates.estimate
+    monkeypatch.setattr(
+        PassRates, "estimate", lambda *args: (estimates.append(1), estimate(*args))[1]
+    )
+    again = named(tmp_path, *rows)
+    assert len(estimates) == 2, "of the file, and of what was added meanwhile"
+    now, then = (each._senders["sums"].draws for each in (again, live))
+    assert now._rates.teaches.tobytes() == then._rates.teaches.tobytes()
+    assert now._weights._sums.tobytes() == then._weights._sums.tobytes()
+    assert again.draw("sums", 6) == live.draw("sums", 6)
 
 
 def test_an_environment_that_begins_again_may_be_asked_all_rows(tmp_path):
