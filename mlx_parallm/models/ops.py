@@ -6,7 +6,7 @@ door in `attention.py`, sums over many numbers in `sums.py`.
 
     exp_minus, exp2_minus, row_maxima   over logits and attention's scores
     fused, as_data                      many operations in one loop, for one call
-    as_one                              a few operations on numbers, one for a GPU to start
+    fused_on_gpu                        a few operations on numbers, one for a GPU to start
     constant                            a number that such operations take, made once
     use_fast_swiglu, use_fast_rope      layers of a model, changed in place
     use_few_rows, few_rows_here         float32 products of few rows, for the whole process
@@ -39,7 +39,9 @@ from mlx_parallm.models.cpu.unpacking import use_unpacking as use_unpacking
 from mlx_parallm.system.device.traits import on_cpu
 
 
-def as_one(function: Callable[..., mx.array], *, any_shape: bool = True) -> Callable[..., mx.array]:
+def fused_on_gpu(
+    function: Callable[..., mx.array], *, any_shape: bool = True
+) -> Callable[..., mx.array]:
     """Make what a function of arrays does number by number one operation on a GPU, where a small
     one costs what its start costs. For a CPU it stays as it is: there a compiler would be asked.
 

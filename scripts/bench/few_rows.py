@@ -63,7 +63,7 @@ def in_turns(kernel: few_rows.Kernel, work: Callable[[], object], rounds: int) -
     processor: dict[int, list[float]] = {0: [], max(ROWS): []}
     for turn in range(rounds + 2):
         for rows in walls:
-            kernel.use(rows)
+            kernel.replace_blas(rows)
             started, begun = time.perf_counter(), time.process_time()
             work()
             if turn >= 2:

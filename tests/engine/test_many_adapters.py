@@ -438,11 +438,11 @@ def test_adapters_that_no_forward_mixes_are_not_copied() -> None:
     context = LoraContext()
     pair = LoraPair(mx.ones((3, 2)), mx.ones((2, 4)), 1.0)
     a, b = (slot(name, {"x": pair}) for name in "ab")
-    context.expect([[a, a], [b], [None]])
+    context.hold_for([[a, a], [b], [None]])
     assert not context.stack.groups
-    context.expect([[a], [b, None]])
+    context.hold_for([[a], [b, None]])
     assert context.stack.groups["x"].a.array.shape[0] == 2
-    context.expect([[a, b], [None]])
+    context.hold_for([[a, b], [None]])
     assert context.stack.groups["x"].a.array.shape[0] == 3
 
 

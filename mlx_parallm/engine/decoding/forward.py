@@ -102,9 +102,9 @@ class ForwardContext:
             new = self._reader.prepare(pieces, view.base_serial)
         mx.eval(new)
 
-    def expect(self, forwards: SequenceOf[SequenceOf[AdapterSlot | None]]) -> None:
+    def hold_adapters(self, forwards: SequenceOf[SequenceOf[AdapterSlot | None]]) -> None:
         """Name the rows' adapters of each forward that is built before the next evaluation."""
-        self._lora.expect(forwards)
+        self._lora.hold_for(forwards)
 
     def activate(self, adapters: SequenceOf[AdapterSlot | None]) -> None:
         """Name the adapter of each row of a forward that is not made here."""

@@ -115,7 +115,7 @@ class ModelRunner:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
         prompts = [[row.owner.adapter for row in chunk.prefill.rows] for chunk in plan.prefill]
-        self.forward.expect([*prompts, [sequence.adapter for sequence in plan.rows]])
+        self.forward.hold_adapters([*prompts, [sequence.adapter for sequence in plan.rows]])
         for chunk in plan.prefill:
             pending += self._prefill(chunk, view)
         written = [array for array in pending if mx.issubdtype(array.dtype, mx.floating)]

@@ -22,7 +22,7 @@ from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.ops import as_one, constant, exp_minus, row_maxima
+from mlx_parallm.models.ops import constant, exp_minus, fused_on_gpu, row_maxima
 from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import SamplingParams, TopLogprob
@@ -78,7 +78,7 @@ def block_size(vocab: int) -> int:
     return size if size >= LEAST_BLOCK else BLOCK
 
 
-@as_one
+@fused_on_gpu
 def _place_of(block: mx.array, within: mx.array, size: mx.array) -> mx.array:
     return block.astype(mx.int32) * size + within.astype(mx.int32)
 
@@ -92,16 +92,16 @@ def _block_of(masses: mx.array, key: mx.array) -> mx.array:
 
 
 # random numbers have a shape: these are compiled once for each number of rows
-_drawn = as_one(mx.vmap(_drawn_of), any_shape=False)
-_drawn_block = as_one(mx.vmap(_block_of), any_shape=False)
+_drawn = fused_on_gpu(mx.vmap(_drawn_of), any_shape=False)
+_drawn_block = fused_on_gpu(mx.vmap(_block_of), any_shape=False)
 
 
-@as_one
+@fused_on_gpu
 def _log_plus(mass: mx.array, largest: mx.array) -> mx.array:
     return mx.log(mass) + largest
 
 
-@as_one
+@fused_on_gpu
 def _as_number(tokens: mx.array) -> mx.array:
     return tokens.astype(mx.float32) + 1
 

@@ -34,7 +34,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
 from mlx_parallm.models.adapters.stack import AdapterStack, LayerGroup, RowPlaces
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
-from mlx_parallm.models.ops import as_one, constant
+from mlx_parallm.models.ops import constant, fused_on_gpu
 from mlx_parallm.system.device.traits import multiplies_rows_alone
 
 
@@ -86,7 +86,7 @@ class LoraContext:
         self._turn = 0
         self._by_rows = False  # a decode step's xA of one adapter is computed row by row
 
-    def expect(self, forwards: Sequence[Sequence[AdapterSlot | None]]) -> None:
+    def hold_for(self, forwards: Sequence[Sequence[AdapterSlot | None]]) -> None:
         """Bring up to date what several forwards, each of these rows, will read of the stack that
         are built before one is evaluated: a later write would copy the arrays that an earlier one
         reads."""
@@ -119,7 +119,7 @@ class LoraContext:
         else:
             self.rows = None
 
-    def see(self, path: str, x: mx.array) -> None:
+    def note_input(self, path: str, x: mx.array) -> None:
         """Note that the layer reads x, the first time that it is called. Evaluates x."""
         if (
             self._last is None
@@ -175,17 +175,17 @@ class LoraContext:
         self._last, self._reduced, self._wide = None, None, None
 
 
-@as_one
+@fused_on_gpu
 def _added(y: mx.array, update: mx.array) -> mx.array:
     return (y + update).astype(y.dtype)
 
 
-@as_one
+@fused_on_gpu
 def _added_times(y: mx.array, update: mx.array, scale: mx.array) -> mx.array:
     return (y + scale * update).astype(y.dtype)
 
 
-@as_one
+@fused_on_gpu
 def _added_beside(y: mx.array, update: mx.array, without: mx.array) -> mx.array:
     return mx.where(without, y, (y + update).astype(y.dtype))
 
@@ -250,7 +250,7 @@ class ServedLinear(_Served):
         if context.idle:  # most steps, and each layer of them comes here
             return y
         if path not in context.leaders:
-            context.see(path, x)
+            context.note_input(path, x)
         if context.rows is not None:
             update = context.stacked_update(path, x)
             return y if update is None else self._updated(y, update, context.rows)

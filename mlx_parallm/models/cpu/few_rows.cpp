@@ -5,7 +5,9 @@
 // meanwhile. A number of y is added up in one order, whatever the rows beside it, the threads and
 // the machine's load: rows are equal to the last bit, alone and together.
 //
-// few_rows.py compiles this file for the processor that it runs on, and says what is used.
+// few_rows.py compiles this file for the processor that it runs on, and says what is used. It sets
+// LEAST_WIDTH, LEAST_OUTPUTS and FEWEST_WEIGHTS of a product that is ours: smaller ones are attention's
+// heads and adapters' ranks.
 
 #include <link.h>
 #include <pthread.h>
@@ -33,8 +35,7 @@ constexpr int ROWS = 6, ONE_ROW = 8, TWO_ROWS = 8;
 constexpr int ROWS = 2, ONE_ROW = 8, TWO_ROWS = 4;
 #endif
 constexpr int COLUMNS = 4, CHUNK = 8;   // of a tile; a chunk's is a multiple of it
-constexpr int LEAST_K = 256;            // shorter are attention's heads and adapters' ranks
-constexpr int64_t LEAST_WEIGHTS = 1 << 16, LEAST_TO_SHARE = 1 << 15, LEAST_TO_WAKE = 1 << 17;
+constexpr int64_t LEAST_TO_SHARE = 1 << 15, LEAST_TO_WAKE = 1 << 17;  // weights of a product
 constexpr int MOST_THREADS = 16;
 constexpr auto SPIN = std::chrono::microseconds(100);  // about what waking a thread takes
 
@@ -246,8 +247,8 @@ static int (*blas_threads)() = nullptr;
 static void gemm(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha,
                  const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
   const bool taken = layout == 101 && trans_a == 111 && trans_b == 112 && m > 0 &&
-                     m <= most_rows.load(std::memory_order_relaxed) && k >= LEAST_K &&
-                     n >= 4 * CHUNK && int64_t(n) * k >= LEAST_WEIGHTS && alpha != 0;
+                     m <= most_rows.load(std::memory_order_relaxed) && k >= LEAST_WIDTH &&
+                     n >= LEAST_OUTPUTS && int64_t(n) * k >= FEWEST_WEIGHTS && alpha != 0;
   if (taken)
     multiply({m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, blas_threads());
   else

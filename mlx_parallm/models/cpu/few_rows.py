@@ -37,10 +37,20 @@ from mlx_parallm.system.log import get_logger
 VARIABLE = "MLX_PARALLM_FEW_ROWS"
 OFF = "off"
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O2", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread")
+FEWEST_WEIGHTS, LEAST_WIDTH, LEAST_OUTPUTS = 1 << 16, 256, 32  # of a product that is ours
+FLAGS = (
+    "-O2",
+    "-march=native",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    f"-DFEWEST_WEIGHTS={FEWEST_WEIGHTS}",
+    f"-DLEAST_WIDTH={LEAST_WIDTH}",
+    f"-DLEAST_OUTPUTS={LEAST_OUTPUTS}",
+)
 CLASSES = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are tried
 TRIED_BYTES = 48 << 20  # of weights: more than fit into a small machine's caches
-FEWEST_WEIGHTS, LEAST_WIDTH, LEAST_OUTPUTS = 1 << 16, 256, 32  # few_rows.cpp has the same
 ROUNDS = 3
 NOISE = 1.1  # a class that takes so much longer than the BLAS is no loss yet
 COMPILER_S = 120.0  # it takes one
@@ -48,8 +58,9 @@ AGREES = 1e-5  # relative to the largest output
 # a BLAS → its function that says how many threads it has
 THREADS = {"mkl": "MKL_Get_Max_Threads", "openblas": "openblas_get_num_threads"}
 log = get_logger(__name__)
-_lock = threading.Lock()
-_chosen: list["FewRows"] = []  # one entry once `use_few_rows` has decided
+# MLX's table of functions is the process's, and so is what is decided about it
+_decision: list["FewRows"] = []  # one entry once `use_few_rows` has decided
+_deciding = threading.Lock()
 
 Matrix = NDArray[np.float32]
 
@@ -80,17 +91,21 @@ class Kernel:
     """The compiled `few_rows.cpp`, beside the BLAS under MLX."""
 
     def __init__(self, library: Path) -> None:
-        """Raises OSError: it cannot be loaded."""
+        """Raises OSError: it cannot be loaded, or it or the BLAS lacks a function."""
         status = blas_status()
         self._library = ctypes.CDLL(str(library))
         self._blas = ctypes.CDLL(status.path)
-        self._count_threads = self._blas[THREADS[status.name]]
+        try:
+            self._multiply = self._library.few_rows_multiply
+            self._count_threads = self._blas[THREADS[status.name]]
+        except AttributeError as error:
+            raise OSError(str(error)) from error
 
     def multiply(self, x: Matrix, weight: Matrix, y: Matrix, threads: int | None = None) -> None:
         """y [m, n] = x [m, k] · weight [n, k]ᵀ on so many threads, None: as many as the BLAS has.
         Rows may lie apart."""
         threads = self._count_threads() if threads is None else threads
-        self._library.few_rows_multiply(*_operands(x, weight, y), threads)
+        self._multiply(*_operands(x, weight, y), threads)
 
     def multiply_by_blas(self, x: Matrix, weight: Matrix, y: Matrix) -> None:
         """The same by the BLAS."""
@@ -101,7 +116,7 @@ class Kernel:
         """Return how many pieces of products other threads than the caller's have computed."""
         return int(self._library.few_rows_helped())
 
-    def use(self, rows: int) -> bool:
+    def replace_blas(self, rows: int) -> bool:
         """Let MLX's products of up to so many rows go to the kernel, on as many threads as the
         BLAS has; False: there is no place where MLX calls a BLAS."""
         functions = (
@@ -129,16 +144,16 @@ def use_few_rows(model: nn.Module) -> FewRows:
 
     Raises ConfigError: VARIABLE says something else than "off".
     """
-    with _lock:
-        if _chosen:
-            return _chosen[0]
+    with _deciding:
+        if _decision:
+            return _decision[0]
         if why := _not_here():
             return FewRows(why=why)
         weights = _weights(array for _, array in tree_flatten(model.parameters()))
         if not weights:
             return FewRows(why="the model has no float32 weights of that size")
         chosen = _choose(weights, use=True)
-        _chosen.append(chosen)
+        _decision.append(chosen)
         log.info("products of few rows", computed=chosen.words())
         return chosen
 
@@ -146,8 +161,8 @@ def use_few_rows(model: nn.Module) -> FewRows:
 def few_rows_here() -> FewRows:
     """Return what computes them in this process, or would for a model of float32 weights: for a
     report."""
-    if _chosen:
-        return _chosen[0]
+    if _decision:
+        return _decision[0]
     if why := _not_here():
         return FewRows(why=why)
     return _choose(list(np.ones((TRIED_BYTES >> 22, 1024, 1024), dtype=np.float32)), use=False)
@@ -159,7 +174,7 @@ def _choose(weights: list[Matrix], *, use: bool) -> FewRows:
     except (OSError, subprocess.SubprocessError) as error:
         return FewRows(why=f"the kernel cannot be built: {_reason(error)}")
     chosen = probe(weights, kernel=kernel.multiply, blas=kernel.multiply_by_blas)
-    if use and chosen.rows and not kernel.use(chosen.rows):
+    if use and chosen.rows and not kernel.replace_blas(chosen.rows):
         return FewRows(why="this build of MLX calls no BLAS that could be replaced")
     return chosen
 
@@ -246,8 +261,8 @@ def load() -> Kernel:
     made_of = [SOURCE.read_bytes(), *(flag.encode() for flag in FLAGS), _processor()]
     name = f"few_rows-{hashlib.sha256(bytes(1).join(made_of)).hexdigest()[:16]}.so"
     kept = cache_directory("kernels") / name
-    if _is_own(kept):
-        with suppress(OSError):  # it is damaged
+    if _is_whole(kept):
+        with suppress(OSError):  # a file system that lets nothing be executed
             return Kernel(kept)
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_few_rows_") as scratch:
         made = Path(scratch, name)
@@ -255,23 +270,29 @@ def load() -> Kernel:
         subprocess.run(
             command, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMPILER_S
         )
+        kernel = Kernel(made)
         try:
+            content = made.read_bytes()
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(kept, made.read_bytes())
+            write_atomically(kept, content + hashlib.sha256(content).digest())
             kept.chmod(0o600)  # whatever the umask: one that others may write is not loaded
         except (OSError, CheckpointError) as error:
             log.warning("the kernel of few rows is compiled at each start", reason=str(error))
-            return Kernel(made)
-        return Kernel(kept)
+        return kernel
 
 
-def _is_own(library: Path) -> bool:
-    """Whether it is there, and nobody else can have written it."""
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, nobody else can have written it, and it ends with its own hash: what the
+    linker makes of half a library may end the process."""
     try:
         entries = [path.stat() for path in (library, library.parent)]
+        if any(entry.st_uid != os.getuid() or entry.st_mode & 0o022 for entry in entries):
+            return False
+        content = library.read_bytes()
     except OSError:
         return False
-    return all(entry.st_uid == os.getuid() and not entry.st_mode & 0o022 for entry in entries)
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _processor() -> bytes:
