@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_parallm.engine.cache import batch
 from mlx_parallm.engine.decoding.forward import ForwardContext
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
@@ -460,6 +461,26 @@ def test_a_step_expects_each_forward_by_itself(monkeypatch: pytest.MonkeyPatch) 
     assert not log, "a prompt under b, a row under a"
     collect(served.engine)
     assert log, "rows under both"
+
+
+def test_rows_that_decode_one_by_one_copy_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_mask_axes", lambda model: (0, "asked for"))
+    log: list[str] = []
+    noted(monkeypatch, log, AdapterStack, "hold")
+    served = serve(qwen3_model(), by_tokens=False)
+    layers = {name: random_adapter(served, seed) for seed, name in enumerate("ab", 1)}
+    for name, each in layers.items():
+        served.weights.add_adapter(name, each)
+    prompts = ragged_prompts(3, longest=8)
+    rows = zip(prompts, ("a", "b", None), strict=True)
+    for prompt, adapter in rows:
+        served.engine.add(greedy(str(adapter), prompt, adapter, 6))
+        served.engine.step()  # prompts that come together are computed together
+    outputs = collect(served.engine)
+    assert served.engine.cache.one_by_one and not log
+    for name, prompt in zip("ab", prompts, strict=False):
+        adapted = twin(served, layers[name])
+        assert tokens_of(outputs, name) == naive_greedy(adapted, prompt, 6, eos=None)
 
 
 def test_a_dora_adapter_that_joins_a_stack_without_one_keeps_its_gain() -> None:

@@ -126,6 +126,11 @@ class RunningCache(Protocol):
         """The rows' numbers in the order of the step's batch; None: as they are numbered."""
         return None
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each row decodes in a forward of its own."""
+        return False
+
     def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
         """Announces rows first_row, first_row + 1, …: `reserve` follows, and `write_prefixes`."""
         return
@@ -343,6 +348,10 @@ class RowCaches(RunningCache):
     @property
     def rewindable(self) -> bool:
         return not self.why_no_prefixes
+
+    @property
+    def one_by_one(self) -> bool:
+        return True
 
     @property
     def unread(self) -> list[mx.array]:

@@ -218,7 +218,7 @@ class TokenCache:
     """
 
     layout = "tokens"
-    shares = True
+    shares, one_by_one = True, False
 
     def __init__(
         self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED

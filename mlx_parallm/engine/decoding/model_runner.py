@@ -114,8 +114,14 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
-        prompts = [[row.owner.adapter for row in chunk.prefill.rows] for chunk in plan.prefill]
-        self.forward.hold_adapters([*prompts, [sequence.adapter for sequence in plan.rows]])
+        prompts = [
+            [row.owner.adapter for row in chunk.prefill.rows]
+            for chunk in plan.prefill
+            if chunk.stop > chunk.start
+        ]
+        adapters = [sequence.adapter for sequence in plan.rows]
+        decoded = [[adapter] for adapter in adapters] if self._cache.one_by_one else [adapters]
+        self.forward.hold_adapters([*prompts, *decoded])
         for chunk in plan.prefill:
             pending += self._prefill(chunk, view)
         written = [array for array in pending if mx.issubdtype(array.dtype, mx.floating)]
