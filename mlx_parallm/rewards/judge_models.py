@@ -62,6 +62,9 @@ and of tags, or of what a tokenizer may make one."""
 TOO_LONG = re.compile("context[ _](length|size)", re.IGNORECASE)
 """In a server's words about a request for which it has no room."""
 
+MOST_TOKENS = 1 << 40
+"""Of a request, that a server is believed to have counted."""
+
 Messages = list[dict[str, str]]
 
 
@@ -320,14 +323,14 @@ def _likely(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
     try:
         tops = choice["logprobs"]["content"][0]["top_logprobs"]
         return [(str(top["token"]), float(top["logprob"])) for top in tops]
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
 def _count(used: Any, name: str) -> int:
-    """A number of tokens that a server has counted; 0 where it counts none."""
+    """A number of tokens that a server has counted; 0 where it counts none, or what cannot be."""
     value = used.get(name) if isinstance(used, Mapping) else None
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
 
 
 class EngineJudge(JudgeModel):

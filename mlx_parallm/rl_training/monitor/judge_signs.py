@@ -11,7 +11,7 @@ NUMBER = re.compile(
 NO_SPREAD = 1e-3
 """Standard deviation of the scores of different answers."""
 PERFECT = 0.95
-"""From this reward on, equal scores may be right."""
+"""From this score on, equal scores may be right, if they differed at first."""
 FOLLOWS = 0.8
 """Rank correlation of score and length, mean over groups: nearly the same order."""
 AGREES = 0.65
@@ -21,11 +21,14 @@ AGREES = 0.65
 def judge_constant(evidence: Evidence) -> Sign | None:
     """Different answers get one score."""
     for judge, spread in _numbers(evidence, "score_spread").items():
-        if spread <= NO_SPREAD and (evidence.mean("reward_mean") or 0.0) < PERFECT:
+        own = f"rewards/{judge}/mean"
+        score = mean if (mean := evidence.mean(own)) is not None else evidence.mean("reward_mean")
+        at_first = evidence.first(f"metrics/{judge}/score_spread/mean") or 0.0
+        if spread <= NO_SPREAD and ((score or 0.0) < PERFECT or at_first <= NO_SPREAD):
             return Sign(
                 f"judge constant: {judge} gave all answers of a group the same score in"
                 f" {evidence.steps}, though they differ",
-                {f"{judge}/score_spread": spread} | evidence.means("reward_mean"),
+                {f"{judge}/score_spread": spread} | evidence.means(own, "reward_mean"),
             )
     return None
 

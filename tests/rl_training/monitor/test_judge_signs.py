@@ -43,5 +43,24 @@ def test_a_judge_that_disagrees_is_not_named_where_the_policy_learns() -> None:
     assert [d.name for d in find([line] * 5, [line]) if d.name.startswith("judge")]
 
 
-def test_equal_scores_of_perfect_answers_are_right() -> None:
-    assert named(reward=1.0, score_spread=0.0) == []
+def test_equal_scores_of_perfect_answers_are_right_if_they_differed_before() -> None:
+    """A judge that gives everything full marks from the first step on was talked into it, or knows
+    nothing. What else is rewarded hides neither."""
+
+    def judged(spread: float, score: float, reward: float = 1.0) -> dict[str, float]:
+        return {
+            "reward_mean": reward,
+            "reward_std": 0.3,
+            "groups": 16,
+            "rewards/group_judge/mean": score,
+            "metrics/group_judge/score_spread/mean": spread,
+        }
+
+    def names(first: dict[str, float], last: dict[str, float]) -> list[str]:
+        found = [sign.name for sign in find([last] * 5, [first])]
+        return [name for name in found if name.startswith("judge")]
+
+    assert names(judged(0.2, 0.5), judged(0.0, 1.0)) == []
+    assert names(judged(0.2, 0.5), judged(0.0, 1.0, reward=0.0)) == [], "of gdpo, say"
+    assert names(judged(0.0, 1.0), judged(0.0, 1.0)) == ["judge-constant"]
+    assert names(judged(0.2, 0.5), judged(0.0, 0.5, reward=2.0)) == ["judge-constant"]
