@@ -16,7 +16,7 @@ score.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -56,8 +56,9 @@ class AlignedAnswer(TrainSequence):
     """Numbers of trained tokens of the student's; numbers of the teacher's scored tokens."""
     length: int = 0
     """Trained tokens of the student's."""
-    lead: bytes = b""
-    """What the teacher's template puts before an answer, in its first token."""
+    leads: Mapping[int, bytes] = field(default_factory=dict)
+    """What the teacher's template puts before the answers of an episode, by the numbers of the
+    scored tokens that begin with it."""
 
 
 class Chat:
@@ -252,7 +253,7 @@ class OtherFamily:
             start=start,
             spans=spans,
             length=length,
-            lead=reading.lead.encode(),
+            leads=reading.leads,
         )
 
     def marker_edits(self, data: bytes) -> list[Edit]:
@@ -317,7 +318,7 @@ class OtherFamily:
         best = None if scored.agrees is None else agrees
         if keep is None:
             return Scored(logprobs, best, within=within)
-        ids, targets = self._vocabularies.targets(scored, rows, answer.length, keep, answer.lead)
+        ids, targets = self._vocabularies.targets(scored, rows, answer.length, keep, answer.leads)
         return Scored(logprobs, best, ids, targets, within)
 
 
@@ -331,8 +332,8 @@ class _Reading:
         self.spans: list[TextSpan] = []
         self.sizes: dict[int, int] = {}  # bytes of the student's tokens, by place
         self._before = self._theirs.decode(prompt, skip_special_tokens=False)
-        self.lead = pair._their_chat.lead if self._theirs.has_chat_template else ""
-        self._fresh_lead = self.lead
+        self._lead = pair._their_chat.lead if self._theirs.has_chat_template else ""
+        self.leads: dict[int, bytes] = {}
         self._ended: int | None = None  # the place of an end of turn without a counterpart yet
         self._begin_thoughts(self._ours.decode(opening, skip_special_tokens=False))
 
@@ -364,8 +365,9 @@ class _Reading:
         data = b"".join(pieces)
         edits = self._pair.marker_edits(data) + broken_characters(data)
         text, places, comparable = edited(data, edits)
-        lead, self._fresh_lead = self._fresh_lead, ""
-        at = len(self.ids)
+        lead, at = self._lead, len(self.ids)
+        if lead:
+            self.leads[at - self._start] = lead.encode()
         ids = self._write(lead + text)
         theirs = placed(self._theirs, ids, lead + text)
         mine = _placed_ours(pieces, places, comparable, len(lead.encode()))

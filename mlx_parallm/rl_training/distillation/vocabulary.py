@@ -9,7 +9,7 @@
 Both sides' ends of turn are one token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -113,7 +113,12 @@ class Vocabularies:
         return next((each for each in prefixes if each is not None), ALONE)
 
     def targets(
-        self, scored: Scored, rows: Sequence[tuple[int, int]], length: int, keep: int, lead: bytes
+        self,
+        scored: Scored,
+        rows: Sequence[tuple[int, int]],
+        length: int,
+        keep: int,
+        leads: Mapping[int, bytes],
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """Return (ids [length, keep], log-probabilities [length, keep + 1] with the rest's), or
         (None, [length, V]) with keep = 0; NaN where there is no distribution.
@@ -121,18 +126,19 @@ class Vocabularies:
         Args:
             rows: (number of the student's token, number of the teacher's) at which both continue
                 the same text.
-            lead: bytes that are only the teacher's, before the first of these tokens.
+            leads: bytes that are only the teacher's, at the beginning of its tokens of these
+                numbers.
         """
         width = keep + 1 if keep else self._size
         targets = np.full((length, width), np.nan, np.float32)
         ids = np.zeros((length, keep), np.int32) if keep else None
         assert scored.targets is not None
-        for number, (row, their_row) in enumerate(rows):
+        for row, their_row in rows:
             logs = scored.targets[their_row].astype(np.float64)
             if np.isnan(logs).any():
                 continue
             tokens = np.arange(len(logs)) if scored.ids is None else scored.ids[their_row]
-            before = lead if not number else b""
+            before = leads.get(their_row, b"")
             if self._way == "spelled":
                 best, numbers = self._as_spelled(tokens, logs, keep, before)
             else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +36,9 @@ from mlx_parallm.rl_training.distillation.alignment import (
     token_bytes,
 )
 from mlx_parallm.rl_training.distillation.other_family import Chat, OtherFamily
+from mlx_parallm.rl_training.distillation.scoring import Scored
 from mlx_parallm.rl_training.distillation.tokenizers import PIECES
+from mlx_parallm.rl_training.distillation.vocabulary import Vocabularies
 from mlx_parallm.rl_training.step.distillation import BOTH, IDS, LOGPROBS, TARGETS, WITHIN
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import RolloutGroup
@@ -556,33 +559,42 @@ def test_a_server_gets_its_own_tokens(
 # ---------------------------------------------------------------------- turns, thoughts, ends
 
 
-def test_the_environments_words_are_put_into_the_teachers_template(
-    tiny: LoadedModel, family: Callable[[str], Path]
-) -> None:
-    path = family("llama2")
-    ours, theirs = tokenizer_of(mlx_tiny()), tokenizer_of(path)
-    group = question(2, answers=("5",))
-    [rollout] = group.rollouts
-    chat = [*group.metadata["asked"], {"role": "assistant", "content": "5"}]
+def two_turns(
+    group: RolloutGroup, first: str, second: str
+) -> tuple[RolloutGroup, list[dict[str, str]]]:
+    """The group's question, answered; a word of the environment's, answered too; and the messages up to
+    the second answer."""
+    ours, [rollout] = tokenizer_of(mlx_tiny()), group.rollouts
+    chat = [*group.metadata["asked"], {"role": "assistant", "content": first}]
     told = [*chat, {"role": "user", "content": "No. Again: 2+4"}]
     whole = ours.render_chat_text(told)
     between = whole.removeprefix(ours.decode(rollout.tokens, skip_special_tokens=False))
     between_ids = ours.encode(between, add_special_tokens=False)
-    second = [*ours.encode("6", add_special_tokens=False), ours.eos_token_id]
-    tokens = (*rollout.tokens, *between_ids, *second)
+    answer = [*ours.encode(second, add_special_tokens=False), ours.eos_token_id]
+    tokens = (*rollout.tokens, *between_ids, *answer)
     longer = replace(
         rollout,
         tokens=tokens,
-        mask=(*rollout.mask, *(0,) * len(between_ids), *(1,) * len(second)),
+        mask=(*rollout.mask, *(0,) * len(between_ids), *(1,) * len(answer)),
         logprobs=None,
         policy_versions=(0,) * len(tokens),
     )
-    group = replace(group, rollouts=(longer,))
+    return replace(group, rollouts=(longer,)), told
+
+
+def test_the_environments_words_are_put_into_the_teachers_template(
+    tiny: LoadedModel, family: Callable[[str], Path]
+) -> None:
+    path = family("llama2")
+    theirs = tokenizer_of(path)
+    group, told = two_turns(question(2, answers=("5",)), "5", "6")
+    [longer] = group.rollouts
+    tokens, start = longer.tokens, longer.mask.index(1)
     trainer = tiny_trainer(tiny, of(path))
     batch = batch_of(group)
     scores = trainer.companions["teachers"].score(batch, lambda: False)[LOGPROBS]
     prompt = trainer.companions["teachers"]._by_name["other"][2].tokens(group)
-    answer = other_of(trainer).answer(batch.sequences[0], prompt, rollout.mask.index(1))
+    answer = other_of(trainer).answer(batch.sequences[0], prompt, start)
     read = theirs.decode(answer.rollout.tokens, skip_special_tokens=False)
     assert read == theirs.decode(theirs.render_chat(told), skip_special_tokens=False) + "6</s>"
     assert np.isfinite(scores).all()
@@ -688,21 +700,65 @@ def test_half_a_character_and_an_answer_without_its_end(
     assert share == pytest.approx(3 / 4)
 
 
-def test_the_template_of_llama_2_puts_a_space_before_an_answer(
-    family: Callable[[str], Path], tmp_path: Path
-) -> None:
-    save_tokenizer(tmp_path, "llama2")
-    (tmp_path / "config.json").write_text((family("llama2") / "config.json").read_text())
-    file = tmp_path / "tokenizer_config.json"
-    template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-        "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
-    )
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    chat = Chat(tokenizer_of(tmp_path), {})
+LLAMA_2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llama_2(family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = save_tokenizer(tmp_path_factory.mktemp("llama_2"), "llama2")
+    (path / "config.json").write_text((family("llama2") / "config.json").read_text())
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": LLAMA_2}))
+    return tokenizer_of(path)
+
+
+def test_the_template_of_llama_2_puts_a_space_before_an_answer(llama_2: Tokenizer) -> None:
+    chat = Chat(llama_2, {})
     assert chat.lead == " "
-    assert tokenizer_of(tmp_path).decode(chat.end, skip_special_tokens=False).endswith("</s>")
+    assert llama_2.decode(chat.end, skip_special_tokens=False).endswith("</s>")
     assert chat.joints("user") == (" </s>[INST] ", " [/INST][INST] ", " [/INST]")
+
+
+@pytest.mark.parametrize("first", ["Hello", "\u2581Hello"])
+def test_the_space_is_before_each_answer_and_is_no_part_of_it(
+    tiny: LoadedModel, llama_2: Tokenizer, first: str
+) -> None:
+    """Not before the first one alone; and where its first character is not aligned, the first span
+    does not begin with it."""
+    ours = tokenizer_of(mlx_tiny())
+    group, told = two_turns(question(2, answers=(first,)), first, "Hello")
+    [sequence] = batch_of(group).sequences
+    vocabularies = Vocabularies(ours, llama_2, "spelled", VOCAB, llama_2.vocab_size)
+    teacher = SimpleNamespace(name="other")
+    other = OtherFamily(teacher, ours, llama_2, vocabularies, {}, pytest.fail)  # type: ignore[arg-type]
+    prompt = llama_2.render_chat(group.metadata["asked"])
+    answer = other.answer(sequence, prompt, sequence.rollout.mask.index(1))
+    assert answer is not None
+    read = llama_2.decode(answer.rollout.tokens, skip_special_tokens=False)
+    whole = [*told, {"role": "assistant", "content": "Hello"}]
+    written = llama_2.render_chat(whole, add_generation_prompt=False)
+    assert read == llama_2.decode(written, skip_special_tokens=False)
+    # at each of its tokens the teacher is sure of " Hello", but within an answer of "Hello"
+    size = len(answer.rollout.tokens) - answer.start
+    [sure] = llama_2.encode_after("x", " Hello")
+    targets = np.full((size, 2), -80.0, np.float32)
+    targets[:, 0] = 0.0
+    scored = Scored(np.zeros(size, np.float32), None, np.full((size, 1), sure), targets)
+    given = other._in_our_tokens(answer, scored, 1)
+    [letter] = ours.encode("H", add_special_tokens=False)
+    [space] = ours.encode(" ", add_special_tokens=False)
+    starts = [span.ours[0] for span in answer.spans]
+    best = {row: given.ids[row, 0] for row in starts if given.targets[row, 0] > -1}
+    sampled = [
+        t for t, own in zip(sequence.rollout.tokens, sequence.rollout.mask, strict=True) if own
+    ]
+    second = len(sampled) - len("Hello") - 1
+    assert best.pop(second) == letter
+    assert first != "Hello" or best.pop(0) == letter
+    assert set(best.values()) <= {space}
 
 
 # ---------------------------------------------------------------------- what is refused, and counted
