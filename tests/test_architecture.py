@@ -131,6 +131,9 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " asyncio's CancelledError: the groups that wait are told",
     "mlx_parallm/execution/tool_client.py:ToolClient._call_function": "a tool's failure is a"
     " result, which is read",
+    "mlx_parallm/execution/user_code.py:on_own_thread.work": (
+        "what a function raises is its call's result"
+    ),
     "mlx_parallm/execution/tool_client.py:_on_a_thread.work": (
         "what a function raises is its call's result"
     ),

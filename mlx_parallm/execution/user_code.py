@@ -9,6 +9,7 @@ A relative file is looked for beside the configuration file, then in the working
 (`absolute`, called when a configuration is read, so that a saved one does not depend on either).
 """
 
+import asyncio
 import dataclasses
 import difflib
 import functools
@@ -18,8 +19,10 @@ import inspect
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -201,6 +204,22 @@ def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterat
         raise
     except (Exception, SystemExit) as error:  # boundary: foreign code may raise anything
         raise error_type(f"{what}: {_fault(error)}") from error
+
+
+async def on_own_thread(call: Callable[[], T], name: str) -> T:
+    """Call a user's function on a daemon thread of its own: one that never returns holds up no
+    other call, and no exit. Raises what it raises."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # noqa: BLE001 - boundary: it is the call's result
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 
 def _run_file(path: Path, what: str) -> ModuleType:

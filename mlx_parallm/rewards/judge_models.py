@@ -31,7 +31,13 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.user_code import is_async, is_reference, load_function, user_code
+from mlx_parallm.execution.user_code import (
+    is_async,
+    is_reference,
+    load_function,
+    on_own_thread,
+    user_code,
+)
 from mlx_parallm.system.files import sha256_of
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import (
@@ -486,7 +492,7 @@ class PythonJudge(JudgeModel):
             with user_code(self.name, RolloutRejectedError):
                 text = await self._function(question.messages, question.schema)
         else:
-            text = await asyncio.to_thread(call)
+            text = await on_own_thread(call, f"judge {self.name}")
         if not isinstance(text, str):
             raise RolloutRejectedError(f"{self.name} returned {type(text).__name__}, not a text")
         return text

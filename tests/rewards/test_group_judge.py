@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -720,6 +721,26 @@ async def test_a_slow_judge_is_given_up(tmp_path):
     judge = PARTS["group_judge"](judge=f"python:{tmp_path}/slow.py:ask", timeout_s=0.01)
     with pytest.raises(RolloutRejectedError, match=r"no answer within 0\.01 s"):
         await asyncio.wait_for(judge(prompts=["q"], completions=["a"]), 10)
+
+
+async def test_a_function_that_never_returns_holds_up_no_other_call_and_no_exit(judging):
+    """A loop has few threads for plain functions, and the process waits for those at its end."""
+    ended, replies = threading.Event(), itertools.count()
+
+    def hangs(messages):
+        if next(replies) < 40:
+            ended.wait()
+        return scored(messages, lambda a: 0.5)
+
+    judge = judging(hangs, timeout_s=0.05, concurrency=64)
+    calls = [ask(judge, [f"answer {number}"]) for number in range(40)]
+    for failed in await asyncio.gather(*calls, return_exceptions=True):
+        assert "no answer within 0.05 s" in str(failed)
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("judge python:")]
+    assert len(left) == 40 and all(thread.daemon for thread in left)
+    judge._model._timeout_s = 60
+    assert await ask(judge, ["another"]) == [0.5]
+    ended.set()
 
 
 def test_a_second_judge_has_metrics_and_notes_of_its_own():

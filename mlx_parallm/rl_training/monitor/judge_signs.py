@@ -21,14 +21,14 @@ AGREES = 0.65
 def judge_constant(evidence: Evidence) -> Sign | None:
     """Different answers get one score."""
     for judge, spread in _numbers(evidence, "score_spread").items():
-        own = f"rewards/{judge}/mean"
-        score = mean if (mean := evidence.mean(own)) is not None else evidence.mean("reward_mean")
+        key = f"rewards/{judge}/mean"
+        score = mean if (mean := evidence.mean(key)) is not None else evidence.mean("reward_mean")
         at_first = evidence.first(f"metrics/{judge}/score_spread/mean") or 0.0
         if spread <= NO_SPREAD and ((score or 0.0) < PERFECT or at_first <= NO_SPREAD):
             return Sign(
                 f"judge constant: {judge} gave all answers of a group the same score in"
                 f" {evidence.steps}, though they differ",
-                {f"{judge}/score_spread": spread} | evidence.means(own, "reward_mean"),
+                {f"{judge}/score_spread": spread} | evidence.means(key, "reward_mean"),
             )
     return None
 

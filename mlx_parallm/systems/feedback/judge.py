@@ -4,11 +4,15 @@ function. No MLX.
 It judges the answer by what the user wrote back, -1 to 1; None if it cannot tell.
 """
 
-import asyncio
 from typing import Any, Protocol
 
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
-from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
+from mlx_parallm.execution.user_code import (
+    is_reference,
+    load_function_of,
+    on_own_thread,
+    user_code,
+)
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.systems.feedback.config import FeedbackConfig
@@ -60,7 +64,9 @@ class FunctionJudge:
         """It runs on a thread: it may block. Raises JudgeFailedError: it raised, or returned
         something else."""
         try:
-            return await asyncio.to_thread(self._ask, question, answer, reply)
+            return await on_own_thread(
+                lambda: self._ask(question, answer, reply), f"judge {self._name}"
+            )
         except ConfigError as error:
             raise JudgeFailedError(str(error), may_pass=False) from error
 

@@ -1,13 +1,16 @@
 """Trainers with teachers, on tiny random models."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -82,3 +85,7 @@ def several_turns(batch: TrainBatch) -> TrainBatch:
         mask = tuple(own and place % 3 != 2 for place, own in enumerate(rollout.mask))
         sequences.append(replace(sequence, rollout=replace(rollout, mask=tuple(map(int, mask)))))
     return replace(batch, sequences=tuple(sequences))
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    return load_tokenizer(path, ModelConfig())
