@@ -183,6 +183,8 @@ class PrefixArrivals:
             if place is None or place.key != save.key:
                 continue  # the weights have changed since
             start = len(save.text) if save.segment is None else save.segment.start
+            if save.segment is not None and self.disk.lacks:
+                start = 0  # behind a block that is not there no other is found
             pieces = self._pieces(save.key, save.text, start // BLOCK * BLOCK)
             states = None
             if save.of is not None and save.position % BLOCK == 0:

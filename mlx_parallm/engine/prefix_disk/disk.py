@@ -21,7 +21,9 @@ from mlx_parallm.engine.prefix_disk.files import BLOCK, BlockFiles, block_names
 from mlx_parallm.system.log import get_logger
 
 PART = 16  # blocks that are read and handed over at once
-MOST_WAITING = 256 << 20  # bytes of arrays that wait to be written; what comes beyond is not kept
+MOST_WAITING = 256 << 20
+"""Bytes of arrays that wait to be written behind others; what comes beyond is not kept. One text
+may have any length."""
 MOST_PARTS = 4  # of a reading that the engine has not taken yet; then it waits
 TAKEN_S = 0.005  # so long at a time
 PATIENCE_S = 5.0  # with a disk that gives no part of a reading; then prompts are computed
@@ -157,6 +159,11 @@ class PrefixDisk:
         since = self._busy_since
         return since is not None and time.monotonic() - since > PATIENCE_S
 
+    @property
+    def lacks(self) -> bool:
+        """Whether a text may lack a block before those that are there: some were not kept."""
+        return self.dropped_bytes > 0 or self.files.refused > 0
+
     def give_up(self, reading: PrefixReading) -> None:
         """Count a reading that the disk keeps waiting, which is said once."""
         reading.given_up = True
@@ -183,7 +190,8 @@ class PrefixDisk:
         held += [] if states is None else _whole(states.arrays)
         size = sum(raw.values.nbytes for raw in held)
         with self._lock:
-            drops, first = self._waiting + size > MOST_WAITING, not self.dropped_bytes
+            drops = self._waiting > 0 and self._waiting + size > MOST_WAITING
+            first = not self.dropped_bytes
             if drops:
                 self.dropped_bytes += size
             else:

@@ -147,7 +147,7 @@ class BlockFiles:
         assert all(array.flags.c_contiguous for array in arrays.values())
         path, cleared = self._path(name), self._cleared
         if sum(array.nbytes for array in arrays.values()) > self.max_bytes:
-            return False
+            return self._rest(path, "a block is larger than server.prefix_disk_bytes")
         temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
         if self.bytes > self.max_bytes:
             self.count()  # what could not be removed may be gone

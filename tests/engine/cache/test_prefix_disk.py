@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
-from threading import Thread, current_thread
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -299,16 +299,29 @@ def test_what_is_read_waits_for_its_engine_and_ends_with_it(tmp_path, monkeypatc
     assert arrival.reading.parts.qsize() == disk_module.MOST_PARTS < len(PROMPT) // BLOCK
 
 
-def test_more_than_the_disk_keeps_up_with_is_not_kept(tmp_path, monkeypatch):
+def test_more_than_the_disk_keeps_up_with_is_kept_later(tmp_path, monkeypatch):
+    """A text of any length is kept if nothing waits; of one that was not, the next turn brings
+    the beginning again."""
     monkeypatch.setattr(disk_module, "MOST_WAITING", 1000)
-    warnings = []
+    warnings, goes_on = [], Event()
     log = SimpleNamespace(warning=lambda event, **values: warnings.append(event))
     monkeypatch.setattr(disk_module, "log", log)
-    served = started(tmp_path)
+    served, own = started(tmp_path), PROMPT[1:]
+    disk = served.engine.on_disk.arrivals.disk
     answer(served, PROMPT)
-    answer(served, PROMPT[1:])
-    assert warnings == ["prefixes_not_kept"], "it is said once"
-    assert served.engine.on_disk.arrivals.disk.dropped_bytes > 1000 and not files_of(tmp_path)
+    disk._writer.do(goes_on.wait)
+    asked = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    run(served.engine, [request("waits", PROMPT[2:], **asked)])
+    assert not warnings and not disk.dropped_bytes
+    done = run(served.engine, [request("is not kept", own, **asked)])["is not kept"]
+    assert warnings == ["prefixes_not_kept"] and disk.dropped_bytes > 1000
+    goes_on.set()
+    disk.settle()
+    turn = [*own, *done.completions[0].token_ids, *PROMPT[:64]]
+    for text in (PROMPT, PROMPT[2:]):
+        assert answer(started(tmp_path), text).cached_tokens == 288
+    answer(served, turn)
+    assert answer(started(tmp_path), turn).cached_tokens == (len(turn) - 1) // BLOCK * BLOCK
 
 
 def test_the_bound_holds_for_two_processes_and_a_clock_that_was_set_back(tmp_path):

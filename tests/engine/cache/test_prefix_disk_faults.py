@@ -248,6 +248,12 @@ def test_what_cannot_be_removed_lets_no_more_be_written(tmp_path, monkeypatch):
     assert files.write("ab" * 20, values) and files.bytes <= 50_000
 
 
+def test_a_block_larger_than_the_bound_is_said(tmp_path):
+    files = BlockFiles(tmp_path, 5000)
+    assert not files.write(NAME, {"0.float32": np.zeros(1 << 12, np.float32)})
+    assert files.refused == 1 and not files_of(tmp_path)
+
+
 def test_only_its_own_files_are_counted_and_removed(tmp_path):
     """A directory in which a person has others: two letters are no sign of a folder of ours."""
     others = [
