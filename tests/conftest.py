@@ -9,8 +9,10 @@ import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast 
 # isort: on
 
 import atexit
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import re
 import signal
@@ -81,6 +83,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix == ".py" and config.option.markexpr.startswith(("slow", "long")):
         return not _has_slow(collection_path) or None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Workers import the files that all of them collect from different places on: each finds byte
+    code that another has kept, where all would compile every file at the same time."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    files = [
+        path
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))
+        if not pytest_ignore_collect(path, session.config)
+    ]
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    first = len(files) * number // count
+    for path in files[first:] + files[:first]:
+        parts = path.relative_to(session.config.rootpath).with_suffix("").parts
+        # what is wrong with a file is said where it is collected
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(parts))
 
 
 @pytest.hookimpl(tryfirst=True)

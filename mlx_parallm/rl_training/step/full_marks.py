@@ -10,7 +10,7 @@ frequent while the run learned.
     is_piece         the comparison: of tokens here, of words in `monitor/reward_hole.py`
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -101,11 +101,6 @@ def is_piece(
     return size > 0 and any(
         tuple(prompt[place : place + size]) == tuple(answer) for place in starts
     )
-
-
-def most_frequent(texts: Sequence[str]) -> tuple[str, int]:
-    """Return the most frequent text and how often it is there; ("", 0) of none."""
-    return next(iter(Counter(texts).most_common(1)), ("", 0))
 
 
 def _one_turn(rollout: Rollout) -> tuple[Tokens, Tokens] | None:
