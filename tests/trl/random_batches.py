@@ -39,3 +39,23 @@ def make_batch(seed: int, *, corrected: bool = False) -> Batch:
     return Batch(
         logprobs, old, reference, entropies, mask, advantages, weights if corrected else None
     )
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """float64, [2P, T]; row 2i is chosen, 2i + 1 rejected. `collision`: -log Σ p² of each token."""
+
+    logprobs: np.ndarray
+    reference: np.ndarray
+    collision: np.ndarray
+    mask: np.ndarray
+
+
+def make_pairs(seed: int) -> PairBatch:
+    random = np.random.default_rng(seed)
+    rows, width = 2 * int(random.integers(1, 5)), int(random.integers(2, 7))
+    shape = (rows, width)
+    mask = np.arange(width) < random.integers(1, width + 1, rows)[:, None]
+    logprobs = -np.round(random.exponential(1.0, shape), 3)
+    reference = np.minimum(logprobs + np.round(0.4 * random.standard_normal(shape), 3), 0.0)
+    return PairBatch(logprobs, reference, np.round(random.exponential(0.5, shape), 3), mask)

@@ -214,8 +214,9 @@ class BackpropModule:
         self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]
     ) -> Config:
         training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
-        if "loss" in settings:  # a loss of the user's own has no bounds of the ratio
+        if "loss" in settings:  # a loss of the user's own reads neither
             training.pop("clip_ratio", None)
+            training.pop("entropy_weight", None)
         return parse_config({"rl_training": training}, type(self).__name__)
 
     # ------------------------------------------------------------------ numbers from rewards and

@@ -162,6 +162,13 @@ def test_options_stand_beside_the_preset() -> None:
             "ratio_level is set, but algorithm = 'reinforce'",
         ),
         ({"algorithm": "vespo", "sampler_correction": "tis"}, "vespo's weight is against"),
+        ({"loss": "python:mine.py:f", "entropy_weight": 0.1}, "weighs inputs.entropy itself"),
+        ({"loss": "python:mine.py:f", "entropy_target": 0.0}, "weighs inputs.entropy itself"),
+        ({"entropy_delta": 0.1}, "entropy_delta is set, but only read with entropy_target"),
+        (
+            {"entropy_target": 1.0, "entropy_min": 0.3, "entropy_max": 0.2},
+            "entropy_min .0.3. is above",
+        ),
         (
             {"algorithm": "maxrl", "overlong_buffer": 4, "overlong_length": 8},
             "overlong_buffer makes that of a wrong answer less",
