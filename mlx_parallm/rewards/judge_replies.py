@@ -23,7 +23,10 @@ TRIES = 300
 """Places in a reply at which a JSON object may begin."""
 NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
 BEGINS = re.compile(r'\{\s*(?:"|$)')
-TRAILING = re.compile(r",\s*[}\]]")
+TRAILING = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*")|,(?=\s*[}\]])', re.DOTALL)
+"""A text, which stays as it is, or a comma that JSON does not have."""
+LONGEST = 400_000
+"""Characters of a reply, with its reasoning."""
 BETWEEN = re.compile(r"[\s,;`]*(?:json\s*)?", re.IGNORECASE)
 """What may stand between two objects that are one reply: lines, commas, fences."""
 THINKING = (
@@ -174,6 +177,8 @@ def answer_begins(text: str, data: Sequence[tuple[int, int]] = ()) -> int | None
 
 def _reply(text: str) -> dict[str, list[Any]]:
     """Return all entries of a reply by the names of the answers. Raises ValueError: it has none."""
+    if len(text) > LONGEST:
+        raise ValueError(f"it has more than {LONGEST} characters")
     objects = list(_objects(text))
     begins = answer_begins(text, [(start, end) for start, end, named in objects if named])
     if begins is None:
@@ -221,14 +226,14 @@ def _decode(text: str, place: int) -> tuple[_Object, int]:
     """Return the JSON object at a place and its end, whatever commas trail in it.
 
     Raises ValueError, RecursionError: there is none."""
-    while True:
-        try:
-            return DECODER.raw_decode(text, place)
-        except json.JSONDecodeError as error:
-            comma = text.rfind(",", place, error.pos + 1)
-            if comma < 0 or not TRAILING.match(text, comma):
-                raise
-            text = f"{text[:comma]} {text[comma + 1 :]}"
+    try:
+        return DECODER.raw_decode(text, place)
+    except json.JSONDecodeError:
+        without = TRAILING.sub(lambda match: match[1] or " ", text[place:])
+        if without == text[place:]:
+            raise
+    value, end = DECODER.raw_decode(without)
+    return value, place + end
 
 
 def _by_name(value: _Object) -> dict[str, list[Any]]:

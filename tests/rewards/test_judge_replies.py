@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from mlx_parallm.rewards import judge_replies
 from mlx_parallm.rewards.group_judge import pairs_of
 from mlx_parallm.rewards.judge_replies import read, read_choice
 
@@ -115,6 +116,26 @@ def test_however_it_is_written_a_reply_is_read_or_has_no_score():
         cut = text[: rng.randint(0, len(text))]
         for verdict, score in zip(read(cut, len(scores), 99).verdicts, scores, strict=True):
             assert verdict.score in (None, score) or "</think>" not in cut, cut
+
+
+def test_commas_without_end_and_a_reply_without_end(monkeypatch):
+    """Each superfluous comma was one more reading of the whole reply."""
+    readings = []
+
+    class Decoder:
+        def raw_decode(self, text, place=0):
+            readings.append(place)
+            return decoder.raw_decode(text, place)
+
+    decoder = judge_replies.DECODER
+    monkeypatch.setattr(judge_replies, "DECODER", Decoder())
+    more = ",".join(f'"k{number}": ["a,}}\\",]", 1, ]' for number in range(3000))
+    reply = f'{{"answer_1": {{"reason": "a,}} , ]\\" ,}}", "score": 1,}}, {more},}}'
+    [verdict] = read(reply, 1, 240).verdicts
+    assert (verdict.score, verdict.reason) == (1, 'a,} , ]" ,}')
+    assert len(readings) == 2
+    [verdict] = read("no" * 200_001, 1, 240).verdicts
+    assert "more than 400000 characters" in verdict.reason and len(readings) == 2
 
 
 def test_whatever_it_replies_a_score_is_from_0_to_1():
