@@ -227,7 +227,16 @@ def train(words: list[str]) -> int:
         and "--dry-run" not in words
     ):  # it waits for rollouts: perhaps a later block sends them
         return start("mlx_parallm_train", changed, int(os.environ["DOCS_PORT"]))
-    return real("mlx_parallm_train", changed)
+    return _go_on_as_train(changed)
+
+
+def _go_on_as_train(words: list[str]) -> int:
+    """Be the command: a start of its own would load once more what was read the configuration
+    with."""
+    from mlx_parallm import cli
+
+    sys.argv = [str(Path(os.environ["DOCS_BIN"]) / "mlx_parallm_train"), *words]
+    return cli.train(words)
 
 
 def _config(words: list[str]) -> "Config | None":
