@@ -119,13 +119,19 @@ def test_nobody_there(quick: None) -> None:
 
 
 def test_as_many_as_allowed_are_in_flight_and_a_late_answer_is_an_error() -> None:
-    arrived, running, most = threading.Event(), [0], [0]
+    two, over, lock = threading.Event(), threading.Event(), threading.Lock()
+    running, most, pause_s = [0], [0], [0.1]  # in which a third would arrive
 
     def slow(*_: Any) -> Reply:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        arrived.wait(0.3)
-        running[0] -= 1
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        if running[0] > 1:
+            two.set()
+        two.wait(20)
+        over.wait(pause_s[0])
+        with lock:
+            running[0] -= 1
         return OK
 
     async def many(url: str, **options: Any) -> None:
@@ -138,9 +144,10 @@ def test_as_many_as_allowed_are_in_flight_and_a_late_answer_is_an_error() -> Non
     with scripted_http(slow) as (url, _):
         asyncio.run(many(url, max_in_flight=2))
         assert most[0] == 2
+        pause_s[0] = 20
         with pytest.raises(EndpointError, match=r"no answer within 0\.05 s"):
             asyncio.run(many(url, timeout_s=0.05))
-        arrived.set()
+        over.set()
 
 
 @pytest.mark.parametrize(

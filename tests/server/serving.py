@@ -1,10 +1,12 @@
 """A real server thread on a free port, for as long as a `with` block."""
 
 import faulthandler
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, ServerThreadError, bind_socket
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class RunningServer:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def hang_up(self, path: str, body: Mapping[str, Any], begun: Callable[[], object]) -> None:
+        """Ask, and leave once the answer has begun: a time-out would depend on the machine's
+        pace."""
+        with closing(HTTPConnection(self.url.removeprefix("http://"))) as connection:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+            until(begun)
 
 
 @contextmanager

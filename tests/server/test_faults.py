@@ -144,11 +144,10 @@ def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokeniz
     with running_server(
         engine, tiny_tokenizer, config=ServerConfig(max_concurrent_requests=1)
     ) as server:
-        with server.http() as http, pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json={**COMPLETION, "stream": stream}, timeout=0.3)
+        body = {**COMPLETION, "stream": stream}
+        server.hang_up("/v1/completions", body, lambda: engine.running == 1)
         until(lambda: engine.cancelled == 1 and engine.running == 0)
         answers = []
-        body = {**COMPLETION, "stream": stream}
         blocked = threading.Thread(
             target=lambda: answers.append(
                 httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)

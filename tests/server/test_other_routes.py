@@ -6,7 +6,6 @@ import re
 import socket
 from dataclasses import replace
 
-import httpx
 import pytest
 from openai import NotFoundError
 from prometheus_client import CollectorRegistry, generate_latest
@@ -49,13 +48,7 @@ def test_a_hangup_frees_the_slot(server, stream):
         "stream": stream,
         "temperature": 1.5,
     }
-    with server.http() as http:
-        if stream:
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                next(answer.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json=body, timeout=0.1)
+    server.hang_up("/v1/completions", body, lambda: server.engine.stats().running)
     until(lambda: server.engine.stats().requests_aborted == aborted + 1)
     until(lambda: server.engine.stats().running == 0)
     with server.http() as http:

@@ -198,13 +198,10 @@ def test_a_hang_up_is_marked_and_nothing_goes_on_from_it(
         with client.chat.completions.create(stream=True, **options) as stream:
             next(iter(stream))
         until(lambda: len(recorded(recorder, "cut").turns) == 2)
-        url = f"{server.url}/sessions/cut/v1/chat/completions"
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                url,
-                json={"messages": messages, "max_tokens": 170, "ignore_eos": True},
-                timeout=0.15,
-            )
+        until(lambda: server.engine.stats().running == 0)
+        body = {"messages": messages, "max_tokens": 170, "ignore_eos": True}
+        path = "/sessions/cut/v1/chat/completions"
+        server.hang_up(path, body, lambda: server.engine.stats().running)
         until(lambda: len(recorded(recorder, "cut").turns) == 3)
         ask(client, messages)
     session = recorded(recorder, "cut")
