@@ -168,14 +168,14 @@ async def test_an_episode_whose_tool_gave_no_answer_is_not_scored(tokenizer, row
             return "It is 5."
         return [ADD, ADD.replace("2", "0"), "It is 5."][number]
 
-    with ToolClient(functions=[add], function_timeout_s=0.05) as client:
+    with ToolClient(functions=[add], function_timeout_s=1.0) as client:
         source = environment("dataset", data=str(rows))
         scripted = ScriptedClient(tokenizer, answer)
         result = await played(tokenizer, scripted, source, EpisodeTools.of(client), size=3)
         released.set()
     assert [rollout.is_scored for rollout in result.group.rollouts] == [False, True, True]
     reason = result.group.rollouts[0].extra["left_out"]
-    assert "add" in reason and "0.05 s" in reason
+    assert "add" in reason and "within 1 s" in reason
 
 
 @pytest.mark.parametrize("kind", [Talks, TalksItself])

@@ -115,18 +115,23 @@ def test_a_slow_tool_is_a_time_out() -> None:
 def test_the_time_limit_of_a_call_is_the_orchestrators_where_it_has_one() -> None:
     """Longer than the client's own is obeyed too; without one the client's holds."""
 
+    released = threading.Event()
+
     def slow() -> str:
-        """Take 0.2 s."""
-        threading.Event().wait(0.2)
+        """Wait."""
+        released.wait(30)
         return "late"
 
     with ToolClient(functions=[slow], function_timeout_s=0.05) as client:
+        threading.Timer(0.2, released.set).start()
         for seconds, text in ((30.0, "late"), (None, "slow: no answer within 0.05 s")):
             orchestrator = Orchestrator(
                 OrchestratorConfig(tool_call_timeout=seconds), ExpertRegistry(), client
             )
             orchestrator.reset(SUM)
             assert orchestrator.step("TOOL: slow()").tool_result.text == text
+            released.clear()
+        released.set()
 
 
 def test_an_expert_acts_as_in_its_training_environment(tools: ToolClient) -> None:

