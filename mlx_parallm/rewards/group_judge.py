@@ -275,9 +275,8 @@ class GroupJudge:
         result = self._read(reply, len(order))
         if result.unknown:
             log.warning("the judge scored answers that there are not", names=result.unknown)
-        if result.complete:
-            self._known.put(key, result.verdicts)
-        return JudgeRequest(order, reply, result.verdicts, result.readable, False)
+        verdicts = self._known.put(key, result.verdicts) if result.complete else result.verdicts
+        return JudgeRequest(order, reply, verdicts, result.readable, False)
 
     def _question(self, group: Group, rubric: str, order: Sequence[int]) -> Question:
         settings, limit = self._settings, self._settings.reason_length

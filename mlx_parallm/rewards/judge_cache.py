@@ -69,23 +69,27 @@ class Judgements:
         try:
             with self._lock:
                 row = self._connection.execute(query, (key,)).fetchone()
-            if row is not None:
-                return tuple(AnswerVerdict(score, reason) for score, reason in json.loads(row[0]))
+            return None if row is None else _verdicts(row[0])
         except (sqlite3.Error, ValueError, TypeError) as error:
             self._tell("read", error)
         return None
 
-    def put(self, key: str, verdicts: Sequence[AnswerVerdict]) -> None:
+    def put(self, key: str, verdicts: Sequence[AnswerVerdict]) -> tuple[AnswerVerdict, ...]:
+        """Keep the verdicts of a request, and return those that count: of an equal request that was
+        answered meanwhile, the first ones, which are those that a resumed run will find."""
         text = json.dumps([(verdict.score, verdict.reason) for verdict in verdicts])
+        if (others := self.get(key)) is not None:
+            return others
         insert = "INSERT OR REPLACE INTO judgements (key, verdicts) VALUES (?, ?)"
         try:
             with self._lock:
                 self._connection.execute(insert, (key, text))
                 while self._used_bytes() > self._most_bytes:
                     if not self._connection.execute(_FORGET).rowcount:
-                        return
+                        break
         except sqlite3.Error as error:
             self._tell("kept", error)
+        return tuple(verdicts)
 
     def _used_bytes(self) -> int:
         pages, free, size = (
@@ -98,6 +102,11 @@ class Judgements:
         if not self._told:
             self._told = True
             log.warning(f"judgements cannot be {what}", file=str(self._path), problem=str(error))
+
+
+def _verdicts(text: str) -> tuple[AnswerVerdict, ...]:
+    """Raises ValueError, TypeError: it is no list of scores and reasons."""
+    return tuple(AnswerVerdict(score, reason) for score, reason in json.loads(text))
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -1,6 +1,7 @@
 """What a judge has said is kept with the run: read again by the next process, bounded, its owner's
 alone, and whole after a kill."""
 
+import asyncio
 import json
 import os
 import signal
@@ -48,9 +49,9 @@ def test_the_next_process_reads_what_was_said(tmp_path):
         one, other = kept(tmp_path), kept(tmp_path)  # of two environments
         one.put("a", TOLD)
         assert other.get("a") == TOLD and other.get("b") is None
-        other.put("a", TOLD[:1])
+        assert other.put("a", TOLD[:1]) == TOLD, "what was said first counts"
         one.keep(tmp_path)
-        assert one.get("a") == kept(tmp_path).get("a") == TOLD[:1]
+        assert one.get("a") == kept(tmp_path).get("a") == TOLD
         assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     finally:
         os.umask(usual)
@@ -155,6 +156,25 @@ async def test_a_judge_of_another_kind_is_asked_again(tmp_path):
     assert await asks(both_orders=0.0, rubric="Short.") == 1
     (tmp_path / "judge.py").write_text((tmp_path / "changed.py").read_text())
     assert await asks(both_orders=0.0) == 1
+
+
+async def test_two_equal_groups_at_once_get_what_a_resumed_run_will_find(tmp_path):
+    """Each asks, for neither is answered yet; the judge does not say the same twice."""
+    numbered = JUDGE.replace("len(a) / 400", "ASKED.read_text().count('\\n') / 10")
+    (tmp_path / "judge.py").write_text(numbered)
+
+    def made():
+        judge = PARTS["group_judge"](
+            judge=f"python:{tmp_path}/judge.py:ask", both_orders=0.0, concurrency=1
+        )
+        judge.attach(SimpleNamespace(run=tmp_path))
+        return judge
+
+    group = {"prompts": ["q"], "completions": ["a"]}
+    judge = made()
+    first, second = await asyncio.gather(judge(**group), judge(**group))
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+    assert first == second == [0.1] == await made()(**group)
 
 
 def test_what_a_judge_is_known_by():
