@@ -361,6 +361,16 @@ def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert limits == [END_S + config.server.drain_timeout_s]
 
 
+def test_the_weight_of_the_entropy_bonus_adapts(tmp_path: Path) -> None:
+    """Each update is far below the target, so each adds entropy_coef_delta."""
+    adaptive = {"use_adaptive_entropy": True, "entropy_target": 50.0, "entropy_coef_delta": 0.01}
+    with grpo(tmp_path / "run", max_steps=2, logging_steps=1, entropy_coef=0.1, **adaptive) as run:
+        run.train()
+        logs = [log for log in run.state.log_history if "entropy" in log]
+    assert [log["entropy_coef"] for log in logs] == pytest.approx([0.11, 0.12])
+    assert "entropy_coefficient" not in logs[0]
+
+
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     def twice(inputs: LossInputs) -> LossOutputs:
         ratio = mx.exp(masked(inputs.logprobs - inputs.rollout_logprobs, inputs.mask))

@@ -38,6 +38,7 @@ LOGGED: Mapping[str, str] = {
     "truncated_fraction": "completions/clipped_ratio",
     "kl": "kl",
     "entropy": "entropy",
+    "entropy_coefficient": "entropy_coef",
     "clip_fraction": "clip_ratio/region_mean",
     "time_train_s": "step_time",
 }
@@ -107,7 +108,7 @@ def logged(line: Mapping[str, Any]) -> dict[str, float]:
     numbers |= {
         key: value
         for key, value in line.items()
-        if key not in KEYS
+        if key not in (*KEYS, *LOGGED)
         and isinstance(value, int | float)
         and not key.startswith((PREFIX, "eval_before/", "held"))
     }
