@@ -22,26 +22,32 @@ _SCALES = (1.0, 1000.0)
 
 
 class FastMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) over another feed-forward's projections, under their names."""
+    """down(silu(gate(x)) · up(x)) over another feed-forward's projections, under their names.
+    `trained`: gradients are taken."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, *, trained: bool) -> None:
         super().__init__()
+        swiglu = kernels.swiglu_with_gradient if trained else kernels.swiglu
+        object.__setattr__(self, "_swiglu", swiglu)
         for name in _PROJECTIONS:
             setattr(self, name, mlp[name])
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self._swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def use_fast_swiglu(model: nn.Module) -> int:
+def use_fast_swiglu(model: nn.Module, *, trained: bool = False) -> int:
     """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many.
-    Before the linear layers are wrapped. Evaluates each one once, on a few random vectors."""
+    Before the linear layers are wrapped. Evaluates each one once, on a few random vectors.
+    `trained`: gradients are taken."""
     if not kernels.available():
         return 0
     modules = [
         (path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)
     ]
-    replaced = [(path, FastMLP(module)) for path, module in modules if _is_swiglu(module)]
+    replaced = [
+        (path, FastMLP(module, trained=trained)) for path, module in modules if _is_swiglu(module)
+    ]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -125,7 +131,7 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     if not isinstance(gate, nn.Linear) or gate.weight.dtype != mx.float32:
         return False
     x = mx.random.normal((4, gate.weight.shape[1]), key=mx.random.key(0))
-    fast = FastMLP(mlp)
+    fast = FastMLP(mlp, trained=False)
     try:
         return all(_agree(mlp(scale * x), fast(scale * x)) for scale in _SCALES)
     except (ValueError, TypeError, AttributeError):

@@ -148,7 +148,7 @@ class TrainedPolicy:
         as it is, but for `encoder.trained`."""
         model = self.model
         with text_alone(model, encoder):
-            use_fast_swiglu(model)
+            use_fast_swiglu(model, trained=True)
             route_attention(model)
             if self.lora:
                 mx.random.seed(seed)

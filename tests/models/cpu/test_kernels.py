@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.system.device import traits
 from tests.active_memory import active_memory
+from tests.rl_training.making import make_config, make_policy
 from tests.tiny_models import QWEN3, make_model
 
 needs_cpu = pytest.mark.skipif(not traits.on_cpu(), reason="MLX computes on a GPU")
@@ -166,7 +168,8 @@ def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
     )
     x = np.array(gate, dtype=np.float64)
     share = 1 / (1 + np.exp(-x))
-    (value,), (by_gate, by_up) = mx.vjp(kernels.swiglu, [gate, up], [slope])
+    (value,), (by_gate, by_up) = mx.vjp(kernels.swiglu_with_gradient, [gate, up], [slope])
+    assert mx.array_equal(value, kernels.swiglu(gate, up))
     for found, exact in (
         (value, 1.5 * x * share),
         (by_gate, -0.5 * 1.5 * share * (1 + x * (1 - share))),
@@ -182,7 +185,7 @@ def test_the_gradient_of_swiglu_does_not_keep_the_steps_of_the_sigmoid() -> None
     gate = mx.random.normal((256, 1024), key=mx.random.key(0))
     mx.eval(gate)
     before = active_memory()
-    _, slopes = mx.vjp(kernels.swiglu, [gate, gate], [gate])
+    _, slopes = mx.vjp(kernels.swiglu_with_gradient, [gate, gate], [gate])
     mx.reset_peak_memory()
     mx.eval(slopes)
     assert mx.get_peak_memory() - before < 16 * gate.nbytes  # 43 where MLX differentiates it
@@ -199,6 +202,18 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
     assert model.layers[0].mlp.up_proj is projection
     assert type(plain.layers[0].mlp) is not FastMLP
     assert mx.abs(model(tokens) - plain(tokens)).max() < 1e-5
+
+
+@needs_compiler
+def test_only_the_trainers_swiglu_prepares_a_gradient() -> None:
+    """What a gradient needs costs a decode step as much as the product itself."""
+    served = make_model(QWEN3)
+    use_fast_swiglu(served)
+    trained = make_policy(make_config()).model
+    for model, kept in ((served, 0), (trained, 1)):
+        text = StringIO()
+        mx.export_to_dot(text, model.layers[0].mlp(mx.ones((1, 1, model.args.hidden_size))))
+        assert text.getvalue().count('"CustomTransforms"') == kept
 
 
 @needs_compiler
