@@ -147,7 +147,8 @@ def test_a_server_that_records_nothing_refuses(directory: Path) -> None:
             answer = http.post(route, json=body | {"return_routed_experts": True})
             assert answer.status_code == 400
             assert "server.enable_return_routed_experts = true" in answer.json()["error"]["message"]
-        plain = http.post("/inference/v1/generate", json={"token_ids": PROMPT}).json()
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+        plain = http.post("/inference/v1/generate", json=body).json()
         assert "routed_experts" not in plain["choices"][0]
 
 

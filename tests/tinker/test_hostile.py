@@ -45,15 +45,15 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_body_of_wrong_items_is_given_up_at_the_first(client: WireClient, name: str) -> None:
-    """Of each list that a body holds, with 300,000 items: a fault of each of them would take
-    half a gigabyte. Beside the reported ones: chunks, metadata, unknown fields, recipients of an
+    """Of each list that a body holds, with 30,000 items: a fault of each of them would take
+    fifty megabytes. Beside the reported ones: chunks, metadata, unknown fields, recipients of an
     encryption."""
 
     def long(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: long(item) for key, item in value.items()}
         return (
-            [long(item) for item in value] * 300_000
+            [long(item) for item in value] * 30_000
             if isinstance(value, list) and value != [[]]
             else value
         )
@@ -63,10 +63,10 @@ def test_a_body_of_wrong_items_is_given_up_at_the_first(client: WireClient, name
     if name == "asample":  # one list of one chunk, whose tokens are many
         grown = {
             **body,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": ["a"] * 300_000}]},
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": ["a"] * 30_000}]},
         }
     if name == "asample with stops":
-        grown = {**body, "sampling_params": {"stop": [[]] * 300_000}}
+        grown = {**body, "sampling_params": {"stop": [[]] * 30_000}}
     answer = client.http.post(
         f"{API}/{name.split()[0]}", content=json.dumps(grown), headers=JSON_BODY
     )
