@@ -579,3 +579,17 @@ def test_the_rule_on_libraries_itself(text: str, wrong: bool) -> None:
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call)
     assert alters_a_library(call, {"signal"}) is wrong
+
+
+TIMED = re.compile(r"assert [^\n]*\b(?:monotonic|perf_counter|time)\(\) - \w+ <")
+
+
+def test_tests_assert_no_times() -> None:
+    assert TIMED.search("assert time.monotonic() - started < 10"), "the rule itself"
+    report(
+        f"{source.path}: {match[0]}: a busy machine is later: wait for an event, count what was"
+        " done, or take time.process_time()"
+        for source in sources("tests")
+        for match in TIMED.finditer(source.text)
+        if "TIMED" not in source.text
+    )

@@ -228,7 +228,7 @@ class RunApi:
 
     def _batch(self) -> dict[str, Any]:
         if self.hold_batches is not None:
-            self.hold_batches.wait(30)
+            self.hold_batches.wait(300)  # longer than a test may take
         if self.state.registration is None:
             if self.state.was_reset:
                 raise AttributeError("queue")

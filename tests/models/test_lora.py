@@ -218,10 +218,10 @@ def test_a_pattern_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
 
 def test_all_patterns_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.05)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(AdapterError, match=r"take more than 0\.05 s"):
         load_adapter(peft_adapter(tmp_path, alpha_pattern={f"{SLOW}{n}": n for n in range(1000)}))
-    assert time.monotonic() - started < 30, "a thousand times the limit would be 50 s"
+    assert time.process_time() - started < 30, "a thousand times the limit would be 50 s"
 
 
 def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
