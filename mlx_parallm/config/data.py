@@ -121,6 +121,9 @@ class DataConfig(Section):
     learn_prompts: bool = False
     """sft: prompts are trained on as completions are; of `messages` all turns, but answers of
     `weight` 0."""
+    pack_rows: bool = False
+    """sft: the batch counts packs of rows, of at most max_length tokens together (TRL's
+    `packing`). The rows of a pack do not see each other."""
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at
     the end (text)."""

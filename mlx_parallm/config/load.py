@@ -209,8 +209,9 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
                 f" one of {', '.join(DATA_ALGORITHMS)}, or give the rows to an environment"
                 " (docs/your_data.md)"
             )
-    elif data.learn_prompts and algorithm != "sft":
-        raise ValueError(f"data.learn_prompts is an option of sft: {algorithm} does not use it")
+    elif algorithm != "sft" and (data.learn_prompts or data.pack_rows):
+        option = "learn_prompts" if data.learn_prompts else "pack_rows"
+        raise ValueError(f"data.{option} is an option of sft: {algorithm} does not use it")
     elif data.path is None:
         raise ValueError(
             f'algorithm = "{algorithm}" learns from rows of a file: set data.path = "rows.jsonl"'

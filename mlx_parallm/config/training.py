@@ -445,11 +445,11 @@ class RLTrainingConfig(LearningSection):
         values = self.model_dump(include=set(CHANGEABLE))
         return {key: values[key] for key in CHANGEABLE}
 
-    def steps_over(self, rows: int) -> int:
-        """Return the configured number of steps; by default one pass over so many rows."""
+    def steps_over(self, examples: int) -> int:
+        """Return the configured number of steps; by default one pass over so many examples."""
         if "total_steps" in self.model_fields_set:
             return self.total_steps
-        return math.ceil(rows / self.batch_size)
+        return math.ceil(examples / self.batch_size)
 
     @model_validator(mode="before")
     @classmethod

@@ -342,9 +342,8 @@ class DryRun:
         by_formula = [run.memory for run in runs]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = config.rl_training
-        steps = (
-            training.total_steps if started.data is None else training.steps_over(started.data.rows)
-        )
+        data = started.data
+        steps = training.total_steps if data is None else training.steps_over(data.examples)
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,

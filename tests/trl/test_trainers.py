@@ -333,6 +333,23 @@ def test_an_epoch_has_the_rows_that_are_trained_on(tmp_path: Path) -> None:
     assert (saved.rl_training.total_steps, saved.rl_training.warmup_steps) == (4, 2)
 
 
+def test_packed_rows_are_one_row_of_the_batch(tmp_path: Path) -> None:
+    """TRL's packing: epochs, steps and the batch count packs."""
+    rows = [{"text": "ab" * (1 + number % 3)} for number in range(12)]
+    options: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 2}
+    args = SFTConfig(str(tmp_path / "run"), **QUICK, **options, packing=True, max_length=12)
+    with SFTTrainer(MODEL, args, train_dataset=rows) as trainer:
+        assert trainer.schedule.max_steps == 12  # as far as is known before they are tokenised
+        assert trainer.config.data.pack_rows
+        steps = trainer.train().global_step
+        assert (steps, trainer.state.epoch) == (trainer.state.max_steps, 2.0)
+        assert 2 <= steps <= 6
+    with pytest.raises(ConfigError, match="max_length is the size of a pack"):
+        SFTConfig(str(tmp_path), packing=True, max_length=None)
+    with pytest.raises(ConfigError, match="packing_strategy"):
+        SFTConfig(str(tmp_path), packing=True, packing_strategy="wrapped")
+
+
 def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mlx_parallm train` ends its process a minute after the last checkpoint; a program goes
     on."""

@@ -429,6 +429,8 @@ class GKDConfig(TaughtConfig):
     """Without effect: the assistant's last messages are compared, as in TRL."""
     completion_only_loss: bool | None = None
     """Always so; False is refused."""
+    packing: bool = False
+    """True is refused: a batch counts the prompts that are answered."""
     dataset_text_field: Literal["text"] = "text"
     """Without effect: rows are `messages`, or `prompt` and `completion`."""
     loss_type: Literal["nll"] = "nll"
@@ -449,6 +451,10 @@ class GKDConfig(TaughtConfig):
             raise ValueError(
                 "completion_only_loss=False: the teacher is compared on completions only;"
                 " SFTTrainer trains on prompts too"
+            )
+        if self.packing:
+            raise ValueError(
+                "packing=True: a batch counts the prompts that are answered; SFTTrainer packs rows"
             )
         if self.max_token_length is not None and "max_length" in self.changed():
             raise ValueError("max_length and max_token_length say the same: set one of them")
@@ -479,6 +485,9 @@ class SFTConfig(RowsConfig):
     shuffle_dataset: bool = False
     """Without effect: train_sampling_strategy decides, whose "random" is a new order in each
     epoch, as in TRL."""
+    packing: bool = False
+    """per_device_train_batch_size counts packs of rows, of at most max_length tokens together, as
+    with TRL's packing_strategy="bfd"."""
     loss_type: Literal["nll", "chunked_nll", "dft"] = "nll"
     """The negative log-likelihood (both names are the same here), or DFT's."""
 
@@ -489,6 +498,8 @@ class SFTConfig(RowsConfig):
                 "assistant_only_loss=True and completion_only_loss=False contradict each other:"
                 " set one of them"
             )
+        if self.packing and self.max_length is None:
+            raise ValueError("packing=True: max_length is the size of a pack, and cannot be None")
         return self
 
     def learns_prompts(self, rows: Iterable[Mapping[str, Any]]) -> bool:

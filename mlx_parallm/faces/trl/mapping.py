@@ -161,6 +161,7 @@ HOW: Mapping[str, str] = {
     " `rl_training.atropos.max_token_length`",
     "assistant_only_loss": "`data.learn_prompts`, of `messages` (SFT)",
     "completion_only_loss": "`data.learn_prompts`, of `prompt` and `completion` (SFT)",
+    "packing": "`data.pack_rows` (SFT)",
     "dataset_text_field": "the column is renamed to `text` (SFT)",
     "teacher_model_name_or_path": "`rl_training.distillation.teachers`, a `path` of `kind ="
     ' "model"`; GKD without one: `kind = "base"`',
@@ -640,6 +641,7 @@ def _add_rows(
         if args.neftune_noise_alpha:
             training["preference"]["neftune_alpha"] = args.neftune_noise_alpha
         rows["learn_prompts"] = args.learns_prompts(train.rows)
+        rows["pack_rows"] = args.packing
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds

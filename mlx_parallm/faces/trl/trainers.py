@@ -344,11 +344,11 @@ class TRLTrainer(TrainerAttributes):
             **self._objects(),
         )
 
-    def _fit(self, run: Path, rows: int) -> Config:
-        """Count epochs by the rows that are trained on: those longer than max_length are left
-        out."""
+    def _fit(self, run: Path, examples: int) -> Config:
+        """Count epochs by the rows that are trained on, or by their packs: rows longer than
+        max_length are left out."""
         assert isinstance(self.args, RowsConfig)
-        self.schedule = rows_schedule(self.args, rows)
+        self.schedule = rows_schedule(self.args, examples)
         return placed(self._configuration(), run)
 
     def _keep_module(self, policy: TrainedPolicy) -> None:

@@ -3,10 +3,12 @@
 The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled:
 the order of the rows), cut into batches of nearly equal size that never mix epochs. So a resumed
 run continues at its step without a stored position. A step is one optimizer update on
-`batch_size` examples (a pair is one).
+`batch_size` examples (a pair is one, a pack of rows too).
 """
 
 import math
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,7 +24,8 @@ Score = Callable[[Sequence[Rollout]], list[float]]
 
 class DataBatches:
     """Args:
-    units: the examples, in the order of the rows.
+    units: in the order of the rows.
+    packs: the units of each example; None: each unit is one.
     shuffle: False keeps that order in each epoch.
     weights: KTO: advantage of a row with label true, and minus that of a row with label false.
     pairs_together: as in `advantages_of`.
@@ -35,6 +38,7 @@ class DataBatches:
         self,
         units: Sequence[Unit],
         *,
+        packs: Sequence[Sequence[int]] | None = None,
         batch_size: int,
         seed: int,
         shuffle: bool = True,
@@ -46,17 +50,19 @@ class DataBatches:
         self._units, self._seed, self._shuffle = units, seed, shuffle
         self._weights, self._pairs_together, self._log_ratios = weights, pairs_together, log_ratios
         self._scored_first = scored_first
-        self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
+        self._packs = [[unit] for unit in range(len(units))] if packs is None else packs
+        self.steps_per_epoch = steps_per_epoch(len(self._packs), batch_size)
 
     def rows(self, step: int) -> list[int]:
         """The units that a step trains on."""
         epoch, number = divmod(step - 1, self.steps_per_epoch)
-        return np.array_split(self._order(epoch), self.steps_per_epoch)[number].tolist()
+        drawn = np.array_split(self._order(epoch), self.steps_per_epoch)[number].tolist()
+        return [unit for pack in drawn for unit in self._packs[pack]]
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
-            return np.arange(len(self._units))
-        return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._units))
+            return np.arange(len(self._packs))
+        return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._packs))
 
     # ------------------------------------------------------------------ the interface of a rollout
     # buffer
@@ -106,8 +112,35 @@ class DataBatches:
         return [mismatched(self._units[row], self._units[after[row]]) for row in rows]
 
 
-def steps_per_epoch(units: int, batch_size: int) -> int:
-    return math.ceil(units / batch_size)
+def steps_per_epoch(examples: int, batch_size: int) -> int:
+    return math.ceil(examples / batch_size)
+
+
+def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return packs of at most `capacity` in all: each item, the largest first, goes into the pack
+    whose room is the smallest that it fits into, of equal rooms the one that had it first (TRL's
+    strategy "bfd"). An item above `capacity` is a pack of its own.
+
+    Worked: 5, 2, 3 and 1 with a capacity of 5 are [5], [3, 2] and [1].
+    """
+    packs, rooms, having = list[list[int]](), list[int](), defaultdict[int, deque[int]](deque)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        place = bisect_left(rooms, sizes[item])
+        if place == len(rooms):
+            room, pack = capacity, len(packs)
+            packs.append([])
+        else:
+            room = rooms[place]
+            pack = having[room].popleft()
+            if not having[room]:
+                del rooms[place]
+        packs[pack].append(item)
+        left = room - sizes[item]
+        if left > 0:
+            if not having[left]:
+                insort(rooms, left)
+            having[left].append(pack)
+    return packs
 
 
 def advantages_of(

@@ -7,7 +7,7 @@ metrics lines
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.prompt_images import stored_names
 from mlx_parallm.execution.user_code import shown
-from mlx_parallm.rl_training.data.batches import DataBatches
+from mlx_parallm.rl_training.data.batches import DataBatches, best_fit_decreasing
 from mlx_parallm.rl_training.data.examples import read_examples
 from mlx_parallm.rl_training.data.heldout_rows import HeldOut, no_ratios
 from mlx_parallm.rl_training.data.learned_tokens import Unit, encode_all, form_of
@@ -30,8 +30,8 @@ from mlx_parallm.types import ChatTokenizer
 log = get_logger("train")
 
 Fit = Callable[[Path, int], Config]
-"""(directory of the run, rows that are trained on) → the configuration whose steps are counted by
-them."""
+"""(directory of the run, examples that are trained on) → the configuration whose steps are counted
+by them."""
 
 
 class DataSource(RolloutSource):
@@ -61,28 +61,33 @@ class DataSource(RolloutSource):
                     " data.max_length ="
                     f" {config.max_length} tokens: raise it, or shorten the rows"
                 )
+        self._packs = _packs(self._train, config.max_length) if config.pack_rows else None
         self._state: dict[str, Any] = {
             "rows": len(self._train),
             "sha256": _fingerprint(self._train),
         }
+        if self._packs is not None:
+            self._state["packs"] = len(self._packs)
         self.example_prompt = _prompt_content(train[0].prompt)
         log.info(
             "rows",
             train=len(self._train),
             heldout=len(self._heldout),
             file=shown(str(config.path)),
+            **({} if self._packs is None else {"packs": len(self._packs)}),
         )
 
     @property
-    def rows(self) -> int:
-        """How many rows are trained on."""
-        return len(self._train)
+    def examples(self) -> int:
+        """How many are trained on in a pass: rows, or packs of them."""
+        return len(self._train if self._packs is None else self._packs)
 
-    def check_rows(self, batch_size: int) -> None:
-        """Raises ConfigError: fewer rows than one mini-batch."""
-        if self.rows < batch_size:
+    def check_examples(self, batch_size: int) -> None:
+        """Raises ConfigError: fewer examples than one mini-batch."""
+        if self.examples < batch_size:
+            kind = "rows" if self._packs is None else f"packs of {len(self._train)} rows"
             raise ConfigError(
-                f"data: {self.rows} rows to train on are fewer than one mini-batch:"
+                f"data: {self.examples} {kind} to train on are fewer than one mini-batch:"
                 f" rl_training.batch_size = {batch_size}"
             )
 
@@ -90,6 +95,7 @@ class DataSource(RolloutSource):
         score = trainer.log_ratios if self._measures_kl else no_ratios
         return DataBatches(
             self._train,
+            packs=self._packs,
             batch_size=trainer.options.batch_size,
             seed=trainer.options.seed,
             shuffle=self._config.shuffle,
@@ -130,10 +136,22 @@ class DataSource(RolloutSource):
         if saved != self._state:
             raise CheckpointError(
                 f"data: {shown(str(self._config.path))} gives other tokens than when this run began"
-                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and"
-                " data.* back as they were, or start a new run from this"
+                f" ({_counted(saved)} then, {_counted(self._state)} now): put file, chat template"
+                " and data.* back as they were, or start a new run from this"
                 " one's weights (model.lora_path)"
             )
+
+
+def _packs(units: Sequence[Unit], max_length: int) -> list[list[int]]:
+    """A unit whose template rewrites history has several sequences, which may be longer together
+    than one may be: it is a pack of its own."""
+    sizes = [sum(len(sequence.tokens) for sequence in unit.sequences) for unit in units]
+    return best_fit_decreasing(sizes, max_length)
+
+
+def _counted(state: Mapping[str, Any]) -> str:
+    packs = f" in {state['packs']} packs" if "packs" in state else ""
+    return f"{state['rows']} rows{packs}"
 
 
 def _fingerprint(units: list[Unit]) -> str:

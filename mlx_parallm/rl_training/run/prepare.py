@@ -129,14 +129,14 @@ class PreparedRun:
 
     def counted_by(self, data: DataSource) -> Config:
         """Return the configuration with the steps of a run on these rows: as configured, in one
-        pass, or as `fit` counts them, which may lower batch_size to the number of rows. Raises
-        ConfigError: fewer rows than one mini-batch."""
+        pass, or as `fit` counts them, which may lower batch_size to the number of examples. Raises
+        ConfigError: fewer examples than one mini-batch."""
         training = self.config.rl_training
-        training = training.model_copy(update={"total_steps": training.steps_over(data.rows)})
+        training = training.model_copy(update={"total_steps": training.steps_over(data.examples)})
         config = self.config.model_copy(update={"rl_training": training})
         if self.fit is not None:
-            config = self.fit(training.checkpoint_dir / str(training.run_name), data.rows)
-        data.check_rows(config.rl_training.batch_size)
+            config = self.fit(training.checkpoint_dir / str(training.run_name), data.examples)
+        data.check_examples(config.rl_training.batch_size)
         self.live.total_steps = config.rl_training.total_steps
         return config
 

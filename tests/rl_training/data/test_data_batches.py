@@ -1,11 +1,17 @@
 """Which rows a step takes, and KTO's mismatched pairs."""
 
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from mlx_parallm.rl_training.data.batches import DataBatches, advantages_of, mismatched
+from mlx_parallm.rl_training.data.batches import (
+    DataBatches,
+    advantages_of,
+    best_fit_decreasing,
+    mismatched,
+)
 from mlx_parallm.rl_training.data.heldout_rows import area_under_curve, in_words
 from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit
 
@@ -33,6 +39,35 @@ def test_an_epoch_has_every_row_once_in_batches_of_nearly_one_size(
         steps = [made.rows(1 + epoch * len(sizes) + number) for number in range(len(sizes))]
         assert [len(rows) for rows in steps] == sizes
         assert Counter(row for rows in steps for row in rows) == Counter(range(count))
+
+
+def test_a_batch_of_packs_has_all_rows_of_each() -> None:
+    packs = [[0, 5], [1], [2, 3, 4], [6]]
+    made = DataBatches([unit(number) for number in range(7)], packs=packs, batch_size=2, seed=0)
+    assert made.steps_per_epoch == 2
+    for first in (1, 3):
+        steps = [made.rows(step) for step in (first, first + 1)]
+        assert Counter(row for rows in steps for row in rows) == Counter(range(7))
+        assert all(sum(set(pack) <= set(rows) for pack in packs) == 2 for rows in steps)
+    assert made.collect(1).statistics.sequences == len(made.rows(1))
+
+
+def test_packs_are_those_of_trl() -> None:
+    """The example of `trl.pack_dataset` (1.16): 5, 2, 3 and 1 tokens in packs of 4, of which it cuts
+    the first to 4; then random sizes: no pack is above its capacity, and two of them never fit
+    into one."""
+    assert best_fit_decreasing([4, 2, 3, 1], 4) == [[0], [2, 3], [1]]
+    assert best_fit_decreasing([9, 2, 2], 4) == [[0], [1, 2]]
+    assert best_fit_decreasing([], 4) == []
+    rng = random.Random(0)
+    for _ in range(50):
+        capacity = rng.choice([4, 16, 100])
+        sizes = [rng.randint(1, capacity) for _ in range(rng.randint(1, 60))]
+        packs = best_fit_decreasing(sizes, capacity)
+        totals = sorted(sum(sizes[item] for item in pack) for pack in packs)
+        assert sorted(item for pack in packs for item in pack) == list(range(len(sizes)))
+        assert totals[-1] <= capacity
+        assert len(totals) < 2 or totals[0] + totals[1] > capacity
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:

@@ -81,8 +81,8 @@ def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, 
     write_rows(tmp_path, algorithm)
     config = make_config(algorithm, tmp_path, **values)
     source, training = source_of(config), config.rl_training
-    source.check_rows(training.batch_size)
-    counted = training.model_copy(update={"total_steps": training.steps_over(source.rows)})
+    source.check_examples(training.batch_size)
+    counted = training.model_copy(update={"total_steps": training.steps_over(source.examples)})
     return config.model_copy(update={"rl_training": counted}), source
 
 
@@ -93,6 +93,29 @@ def source_of(config: Config) -> DataSource:
 
 ALGORITHMS = ["dpo", "orpo", "simpo", "cpo", "kto", "sft", "reward_model"]
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def test_packs_of_rows_are_the_examples_of_a_batch(tmp_path: Path) -> None:
+    """A step of four packs teaches all of their rows; another size of a pack is another run."""
+    config, plain = open_source("sft", tmp_path)
+    longest = max(len(unit.sequences[0].tokens) for unit in plain._train)
+
+    def packed(max_length: int) -> DataSource:
+        data = config.data.model_copy(update={"pack_rows": True, "max_length": max_length})
+        return source_of(config.model_copy(update={"data": data}))
+
+    source = packed(2 * longest)
+    assert plain.examples / 4 < source.examples <= plain.examples / 2
+    trainer = make_trainer(config)
+    batch = source.batches(trainer).collect(1)
+    assert sum(len(sequence.rollout.tokens) for sequence in batch.sequences) <= 8 * longest
+    assert len(batch.sequences) >= 8
+    assert trainer.train_step(batch).metrics["loss"] > 0
+    every = packed(10_000)
+    with pytest.raises(ConfigError, match=rf"1 packs of {plain.examples} rows .*batch_size = 4"):
+        every.check_examples(4)
+    with pytest.raises(ValueError, match="pack_rows is an option of sft: dpo"):
+        Config.model_validate({"rl_training": {"algorithm": "dpo"}, "data": {"pack_rows": True}})
 
 
 # ---------------------------------------------------------------------- what the loss sees
