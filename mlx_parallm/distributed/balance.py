@@ -145,6 +145,8 @@ class BalancedClient(EngineClient):
         emptied: Future[Clearing] = Future()
 
         def settle(here: "Future[Clearing]") -> None:
+            if not emptied.set_running_or_notify_cancel():
+                return  # the caller has gone
             if error := here.exception():
                 emptied.set_exception(error)
             elif all(each.result() for each in others):

@@ -437,6 +437,8 @@ def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
             assert order.order == ResetPrefixCache()
             other.end.send(Done(order.number, gone))
             assert left.result(20).result(20) == said
+        assert other.balanced.reset_prefix_cache().cancel(), "its client leaves"
+        other.end.send(Done(other.end.recv().number, True))
         assert other.rank_of(asked(history)) == 0
     others[1].end.close()
 

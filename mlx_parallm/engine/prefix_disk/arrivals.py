@@ -104,6 +104,7 @@ class PrefixArrivals:
         chunks = self._cache.find(place.key, first.prompt)
         start = chunks[-1].stop if chunks else 0
         if start >= len(text):
+            self.disk.use(place.root, text)
             return False
         for other in () if alone else self.waiting:
             if other.over or other.reading is None or other.reading.root != place.root:
@@ -183,9 +184,10 @@ class PrefixArrivals:
             if place is None or place.key != save.key:
                 continue  # the weights have changed since
             start = len(save.text) if save.segment is None else save.segment.start
-            if save.segment is not None and self.disk.lacks:
+            start = start // BLOCK * BLOCK
+            if save.segment is not None and self.disk.lacks(place.root, save.text[:start]):
                 start = 0  # behind a block that is not there no other is found
-            pieces = self._pieces(save.key, save.text, start // BLOCK * BLOCK)
+            pieces = self._pieces(save.key, save.text, start)
             states = None
             if save.of is not None and save.position % BLOCK == 0:
                 held = save.of.snapshots.get(save.position)

@@ -1,7 +1,8 @@
-"""Write prefixes to disk behind the engine's back, and read them ahead of a prefill: two threads
-that touch no MLX, shared by the engines of a process.
+"""Write prefixes to disk behind the engine's back, and read them ahead of a prefill: three threads
+that touch no MLX, shared by the engines of a process. One finds out whether there is anything to
+read: a prompt that is not there does not wait until a long one is read.
 
-    engine thread  `PrefixArrivals` → PrefixDisk.read, .write  → BlockFiles, in the two threads
+    engine thread  `PrefixArrivals` → PrefixDisk.read, .write  → BlockFiles, in the three threads
 
 Arrays are numpy's: views of evaluated MLX arrays on their way out, and copies on their way in. The
 recurrent layers' states after a block are a file of their own, beside the block's.
@@ -24,6 +25,8 @@ PART = 16  # blocks that are read and handed over at once
 MOST_WAITING = 256 << 20
 """Bytes of arrays that wait to be written behind others; what comes beyond is not kept. One text
 may have any length."""
+USES_FROM = 0.8  # of the bound
+MOST_LACKING = 4096  # texts of which is known that blocks are not there
 MOST_PARTS = 4  # of a reading that the engine has not taken yet; then it waits
 TAKEN_S = 0.005  # so long at a time
 PATIENCE_S = 5.0  # with a disk that gives no part of a reading; then prompts are computed
@@ -108,9 +111,12 @@ class DiskThread:
         done.wait()
 
     def end(self) -> None:
-        """End behind what was given; wait for that END_S at most."""
+        """End behind what was given."""
         self._work.put(None)
-        self._thread.join(END_S)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end."""
+        self._thread.join(seconds)
 
     def _main(self) -> None:
         while (work := self._work.get()) is not None:
@@ -137,10 +143,14 @@ class PrefixDisk:
         self.dropped_bytes = 0  # not kept: too many waited to be written
         self.late = 0  # readings that were given up, or failed as a whole
         self._waiting, self._lock = 0, Lock()  # bytes
+        self._lacking: dict[tuple[str, int], None] = {}  # texts by root and hash, oldest first
+        self._uses = False  # whether one waits to be noted
         self._closed = Event()
         self._cleared = self._emptied = 0  # how often that was asked for, and done
         self._busy_since: float | None = time.monotonic()  # of the part that is being read
+        self._finds_since: float | None = None
         self._reader, self._writer = DiskThread("prefix-reader"), DiskThread("prefix-writer")
+        self._finder = DiskThread("prefix-finder")
         opened: Future[None] = Future()
         self._reader.do(lambda: self._open(opened))
         wait([opened], PATIENCE_S)
@@ -156,13 +166,25 @@ class PrefixDisk:
     @property
     def hangs(self) -> bool:
         """Whether the disk has given nothing for PATIENCE_S: nobody waits for it then."""
-        since = self._busy_since
-        return since is not None and time.monotonic() - since > PATIENCE_S
+        now = time.monotonic()
+        began = (self._busy_since, self._finds_since)
+        return any(since is not None and now - since > PATIENCE_S for since in began)
 
-    @property
-    def lacks(self) -> bool:
-        """Whether a text may lack a block before those that are there: some were not kept."""
-        return self.dropped_bytes > 0 or self.files.refused > 0
+    def lacks(self, root: str, tokens: tuple[int, ...]) -> bool:
+        """Whether a text of whole blocks was given of which some are not there. Who asks gives
+        them again."""
+        with self._lock:
+            if (key := (root, hash(tokens))) not in self._lacking:
+                return False
+            del self._lacking[key]
+            return True
+
+    def _note_lacking(self, root: str, tokens: tuple[int, ...]) -> None:
+        key = root, hash(tokens[: len(tokens) // BLOCK * BLOCK])
+        with self._lock:
+            self._lacking[key] = None
+            if len(self._lacking) > MOST_LACKING:
+                del self._lacking[next(iter(self._lacking))]
 
     def give_up(self, reading: PrefixReading) -> None:
         """Count a reading that the disk keeps waiting, which is said once."""
@@ -175,7 +197,7 @@ class PrefixDisk:
     def read(self, root: str, tokens: tuple[int, ...], start: int) -> PrefixReading:
         """Begin to read the longest prefix of `tokens` that is there, from `start` on."""
         reading = PrefixReading(root, tokens, start)
-        self._reader.do(lambda: self._read(reading))
+        self._finder.do(lambda: self._find(reading))
         return reading
 
     def write(
@@ -200,9 +222,17 @@ class PrefixDisk:
             reason = f"more than {MOST_WAITING >> 20} MiB wait to be written"
             log.warning("prefixes_not_kept", reason=reason)
         if drops:
+            self._note_lacking(root, tokens)
             return
         cleared = self._cleared
         self._writer.do(lambda: self._write(root, tokens, pieces, states, size, cleared))
+
+    def use(self, root: str, tokens: tuple[int, ...]) -> None:
+        """Note a use of blocks that memory holds, near the bound, where the oldest are removed."""
+        if self._uses or self.files.bytes < USES_FROM * self.files.max_bytes:
+            return  # one at a time
+        self._uses = True
+        self._writer.do(lambda: self._use(root, tokens))
 
     def clear(self) -> Clearing:
         """Remove every file, before anything else is read; what waits to be written is not kept.
@@ -214,14 +244,19 @@ class PrefixDisk:
 
     def settle(self) -> None:
         """Wait until all that was given is written, or removed."""
-        for worker in (self._reader, self._writer):
+        for worker in (self._finder, self._reader, self._writer):
             worker.settle()
 
     def close(self) -> None:
-        """End the threads; what waits to be written is lost."""
+        """End the threads, and wait for that END_S at most; what waits to be written is lost."""
+        if self._closed.is_set():
+            return  # by another engine
         self._closed.set()
-        for worker in (self._reader, self._writer):
+        workers, until = (self._finder, self._reader, self._writer), time.monotonic() + END_S
+        for worker in workers:
             worker.end()
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
 
     def _open(self, opened: "Future[None]") -> None:
         try:
@@ -251,7 +286,29 @@ class PrefixDisk:
             return f"{stuck} files or folders in {self.files.folder} cannot be removed"
         return ""
 
-    def _read(self, reading: PrefixReading) -> None:
+    def _use(self, root: str, tokens: tuple[int, ...]) -> None:
+        try:
+            self.files.touch(reversed(block_names(root, tokens)))
+        finally:
+            self._uses = False
+
+    def _find(self, reading: PrefixReading) -> None:
+        """Have a reading read if its first block is there; else end it."""
+        self._finds_since = time.monotonic()
+        ends = True
+        try:
+            names, first = block_names(reading.root, reading.tokens), reading.start // BLOCK
+            if self._emptied != self._cleared or self.files.has(names[first]):
+                self._reader.do(lambda: self._read(reading, names))
+                ends = False
+        finally:
+            self._finds_since = None
+            if ends:
+                reading.ended.set()
+        if ends:
+            self.files.touch(reversed(names[:first]))
+
+    def _read(self, reading: PrefixReading, names: Sequence[str]) -> None:
         began = time.monotonic()
         try:
             if reading.given_up or self._closed.is_set():
@@ -262,7 +319,7 @@ class PrefixDisk:
                 self.late += 1
                 return
             self._busy_since = time.monotonic()
-            self._read_blocks(reading)
+            self._read_blocks(reading, names)
             self._writer.do(self.files.count_if_due)
         except Exception:  # boundary: a prefix that cannot be read is computed
             self.late += 1
@@ -272,8 +329,7 @@ class PrefixDisk:
             reading.seconds = time.monotonic() - began
             reading.ended.set()
 
-    def _read_blocks(self, reading: PrefixReading) -> None:
-        names = block_names(reading.root, reading.tokens)
+    def _read_blocks(self, reading: PrefixReading, names: Sequence[str]) -> None:
         begin = reading.start // BLOCK
         count = next((i for i, name in enumerate(names) if not self.files.has(name)), len(names))
         states = None
@@ -296,7 +352,8 @@ class PrefixDisk:
                 return
         if states is not None and count > begin:
             reading.parts.put(States(count * BLOCK, _raws(states)))
-        self.files.touch(reversed(names[:count]))
+        used = names[:count]
+        self.files.touch([*([] if states is None else [used[-1] + STATE]), *reversed(used)])
 
     def _write(
         self,
@@ -307,23 +364,46 @@ class PrefixDisk:
         size: int,
         cleared: int,
     ) -> None:
+        def still() -> bool:
+            return cleared == self._cleared and not self._closed.is_set()
+
         try:
-            for index, name in enumerate(block_names(root, tokens)):
-                start, stop = index * BLOCK, (index + 1) * BLOCK
-                if cleared != self._cleared or self._closed.is_set():
-                    return
-                whole = pieces and pieces[0].start <= start and pieces[-1].stop >= stop
-                if whole and self.files.takes(name):
-                    self.files.write(name, _arrays(_cut(pieces, start, stop)))
-                if states is None or states.position != stop:
-                    continue
-                if self.files.takes(name + STATE):
-                    self.files.write(name + STATE, _arrays(states.arrays))
+            names = block_names(root, tokens)
+            # behind a block that is not there no other is found
+            if pieces and not self._write_blocks(names, pieces, still):
+                self._note_lacking(root, tokens)
+            ends = {index * BLOCK: name for index, name in enumerate(names, 1)}
+            if states is None or states.position not in ends or not still():
+                return
+            block = ends[states.position]
+            if self.files.has(block) and self.files.takes(block + STATE):
+                used_ns, arrays = self.files.used_ns(block), _arrays(states.arrays)
+                self.files.write(block + STATE, arrays, used_ns=used_ns, still=still)
         except Exception:  # boundary: the engine does not depend on it
             log.exception("prefix_not_written")
         finally:
             with self._lock:
                 self._waiting -= size
+
+    def _write_blocks(
+        self, names: Sequence[str], pieces: Sequence[StoredPiece], still: Callable[[], bool]
+    ) -> bool:
+        """Return whether the blocks in `pieces` are there, and those before them."""
+        first, last = -(-pieces[0].start // BLOCK), min(len(names), pieces[-1].stop // BLOCK)
+        # an end is of no use without its beginning: it is not kept, or older, and goes before that
+        if first and not (self.files.has(names[0]) and self.files.has(names[first - 1])):
+            return False
+        used_ns = self.files.used_ns(names[first - 1]) if first else time.time_ns()
+        for index in range(first, last):
+            name, start, age = names[index], index * BLOCK, index - first + 1
+            if self.files.has(name):
+                continue
+            if not still() or not self.files.takes(name):
+                return False
+            arrays = _arrays(_cut(pieces, start, start + BLOCK))
+            if not self.files.write(name, arrays, used_ns=used_ns - age, still=still):
+                return False
+        return True
 
 
 def _whole(raws: Sequence[Raw | None]) -> list[Raw]:

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -88,14 +88,16 @@ class BlockFiles:
         self._uncounted = 0  # bytes that were read and written since
         self._lock = RLock()  # of `bytes`, and so that `clear` comes before a write or after
         self._rests_until = 0.0
-        self._cleared = 0
 
     def open(self) -> None:
         """Make the folder. Raises OSError: that cannot be, or it cannot be read."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.scandir(self.folder).close()
-        if self.folder.stat().st_mode & stat.S_IWOTH:
-            reason = "every user may write there, and what they write is served"
+        status = self.folder.stat()
+        strange = status.st_uid != os.geteuid() != 0
+        if strange or status.st_mode & stat.S_IWOTH:
+            who = "another user owns it and" if strange else "every user"
+            reason = f"{who} may write there, and what is written there is served"
             log.warning("server.prefix_disk is not safe", folder=str(self.folder), reason=reason)
 
     def has(self, name: str) -> bool:
@@ -141,11 +143,23 @@ class BlockFiles:
         self._uncounted += len(data)  # others may have written as much
         return arrays
 
-    def write(self, name: str, arrays: Arrays) -> bool:
+    def write(
+        self,
+        name: str,
+        arrays: Arrays,
+        *,
+        used_ns: int | None = None,
+        still: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Put a file there, whole or not at all; False: the disk does not take it, which is said
-        once a minute. Arrays lie in C order: safetensors writes the memory as it lies."""
+        once a minute. Arrays lie in C order: safetensors writes the memory as it lies.
+
+        Args:
+            used_ns: when it was used; None: now.
+            still: whether it is to be there; asked when nothing is removed until it is.
+        """
         assert all(array.flags.c_contiguous for array in arrays.values())
-        path, cleared = self._path(name), self._cleared
+        path = self._path(name)
         if sum(array.nbytes for array in arrays.values()) > self.max_bytes:
             return self._rest(path, "a block is larger than server.prefix_disk_bytes")
         temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
@@ -159,9 +173,11 @@ class BlockFiles:
             kind = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             os.close(os.open(temporary, kind, 0o600))
             save_file(dict(arrays), temporary, {"hash": _hash_of(name, arrays)})
+            if used_ns is not None:
+                os.utime(temporary, ns=(used_ns, used_ns))
             size = _size(temporary.stat().st_size)
             with self._lock:
-                if cleared != self._cleared:
+                if not still():
                     _unlink(temporary)
                     return False
                 temporary.replace(path)
@@ -173,6 +189,14 @@ class BlockFiles:
         self._uncounted += size
         self.count_if_due()
         return True
+
+    def used_ns(self, name: str) -> int:
+        """Return when a file was used, now at the latest; now if it is not there."""
+        now = time.time_ns()
+        try:
+            return min(now, self._path(name).lstat().st_mtime_ns)
+        except OSError:
+            return now
 
     def touch(self, names: Iterable[str]) -> None:
         """Note a use; the last of the names is the youngest then."""
@@ -193,7 +217,6 @@ class BlockFiles:
         """Remove every file. What cannot be removed is `stuck`, and never read. Raises OSError: the
         folder cannot be listed."""
         with self._lock:
-            self._cleared += 1
             files, closed = self._files()
             self._never = closed | {path for path, _, size in files if not self._remove(path, size)}
             self.stuck = len(self._never)
@@ -214,7 +237,7 @@ class BlockFiles:
                 self._warn_of(self.folder, error)
                 return
             self.bytes, self._uncounted = sum(size for _, _, size in files), 0
-            self.stuck = len(closed)
+            self.stuck = len(closed | {path for path, _, _ in files if path in self._never})
             if self.bytes <= self.max_bytes:
                 return
             for path, _, size in sorted(files, key=lambda file: file[1] if file[1] < latest else 0):

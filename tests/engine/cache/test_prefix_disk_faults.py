@@ -300,7 +300,7 @@ def test_a_disk_that_hangs_at_the_start_keeps_no_start(tmp_path, monkeypatch):
     assert answer(served, PROMPT).cached_tokens == 288
 
 
-def test_a_directory_that_every_user_may_write_to_is_named(tmp_path, monkeypatch):
+def test_a_directory_that_others_may_write_to_is_named(tmp_path, monkeypatch):
     warnings = []
     log = SimpleNamespace(warning=lambda event, **values: warnings.append(event))
     monkeypatch.setattr(files_module, "log", log)
@@ -308,6 +308,11 @@ def test_a_directory_that_every_user_may_write_to_is_named(tmp_path, monkeypatch
         tmp_path.chmod(mode)
         BlockFiles(tmp_path, 1).open()
         assert warnings == ["server.prefix_disk is not safe"] * (mode == 0o777)
+    tmp_path.chmod(0o700)
+    stranger = Altered(os, geteuid=lambda: tmp_path.stat().st_uid + 1)
+    monkeypatch.setattr(files_module, "os", stranger)
+    BlockFiles(tmp_path, 1).open()
+    assert len(warnings) == 2, "another user owns it"
 
 
 def test_a_folder_of_unknown_kind_is_passed_over(tmp_path, monkeypatch):
