@@ -211,6 +211,7 @@ def _multiplied(linear: nn.Linear, x: mx.array) -> mx.array:
     views = linear.get(TURNED)
     if views is None or views[0] is not weight:
         views = linear[TURNED] = (weight, weight.T, weight.T[None])
+        mx.eval(views)  # another thread may read the one that this one does not
     turned: mx.array = views[2 if _is_one_row(x) else 1]
     return mx.addmm(linear["bias"], x, turned) if "bias" in linear else x @ turned
 
