@@ -42,8 +42,10 @@ class LoraPair:
 
     @cached_property
     def batch_of_one(self) -> tuple[mx.array, mx.array]:
-        """a [1, in, r] and b [1, r, out]: views."""
-        return self.a[None], self.b[None]
+        """a [1, in, r] and b [1, r, out]: views, which any thread may read."""
+        views = self.a[None], self.b[None]
+        mx.eval(views)
+        return views
 
 
 @dataclass(frozen=True)
