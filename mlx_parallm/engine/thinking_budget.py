@@ -103,6 +103,7 @@ class ThinkingBudget:
             self._forced += 1
             self._over = self._forced == len(self._end)
             return broken
+        self._forced = 0  # a grammar has taken another token amid the end
         self._text += self._decoder.add(token)
         if self._start:
             self._open()

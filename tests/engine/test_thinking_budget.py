@@ -2,9 +2,12 @@
 else of an answer changes."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from mlx_parallm.engine.grammar import bits_of
+from mlx_parallm.engine.thinking_budget import ThinkingBudget
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Completion
 from tests.engine.helpers import ByteTokenizer, qwen3_model, request, run, serve
@@ -180,3 +183,19 @@ def test_a_model_without_markers_and_odd_numbers_are_refused_by_name():
     with pytest.raises(RequestError, match="thinking_token_budget: must be at least -1"):
         served.engine.add(request("r", [1, 2], thinking_token_budget=-2))
     served.engine.add(request("r", [1, 2], thinking_token_budget=-1, max_tokens=1))
+
+
+def test_an_end_that_a_grammar_has_cut_is_forced_from_its_beginning() -> None:
+    other = ord("a")
+    grammar = SimpleNamespace(allows=[*LONG_END], forces=False, error_code="")
+    grammar.allowed = lambda: bits_of(grammar.allows, 300)
+    grammar.advance = lambda token: None
+    budget = ThinkingBudget(0, ("", "[/t]"), LONG_END, SimpleNamespace(add=chr), 300, grammar)
+    taken = []
+    for allows in ([*LONG_END], [*LONG_END], [other], *[[*LONG_END]] * len(LONG_END)):
+        grammar.allows = allows
+        bits = budget.allowed()
+        [token] = [each for each in [*LONG_END, other] if (bits & bits_of([each], 300)).any()]
+        taken.append(token)
+        assert budget.advance(token) is None
+    assert bytes(taken) == b"[/a[/t]"

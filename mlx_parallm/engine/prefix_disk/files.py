@@ -224,7 +224,8 @@ class BlockFiles:
 
     def count_if_due(self) -> None:
         """Count the files if so much was read and written since that others may have, too."""
-        if self.bytes > self.max_bytes or self._uncounted > COUNTED * self.max_bytes:
+        over = self.bytes > self.max_bytes and not self.stuck  # what is stuck is left for now
+        if over or self._uncounted > COUNTED * self.max_bytes:
             self.count()
 
     def count(self) -> None:

@@ -157,6 +157,10 @@ def test_what_is_stuck_is_counted_until_it_is_gone(tmp_path, monkeypatch):
     assert files.stuck == 1
     files.count()
     assert files.stuck == 1, "it is there, and not read"
+    files.max_bytes, files._files = 1, None  # it would be asked for the files
+    files.count_if_due()
+    del files._files
+    files.max_bytes = 1 << 26
     for path in files_of(tmp_path):
         path.unlink()
     files.count()
