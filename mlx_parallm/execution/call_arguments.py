@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_parallm.execution.python_text import parsed_expression
+
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -41,8 +43,8 @@ def read_arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
         + "\n)"
     )
     try:
-        call = ast.parse(written, "<tool call>", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        call = parsed_expression(written)
+    except ValueError:
         return _named(_natural_arguments(source, parameters), parameters)
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise UnreadableError("no arguments")
@@ -108,8 +110,8 @@ def _natural_value(key: str | None, text: str) -> Any:
     if not text:
         raise UnreadableError(f"{place}: a value is missing")
     try:
-        return _literal(ast.parse(text, "<tool call>", mode="eval").body, text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _literal(parsed_expression(text), text)
+    except (ValueError, RecursionError, MemoryError):
         pass
     if text[0] in "\"'":
         raise UnreadableError(

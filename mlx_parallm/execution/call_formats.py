@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mlx_parallm.execution.call_text import LONGEST_TAG, MARKUP, Markup, end_of_value
 from mlx_parallm.execution.json_values import JSONObject
+from mlx_parallm.execution.python_text import parsed_expression
 from mlx_parallm.execution.typed_values import argument_schema, typed_value
 
 Call = tuple[str, dict[str, Any], str | None]
@@ -493,8 +494,8 @@ class _Pythonic:
         if sign in ('"', "'"):
             if (quoted := self._literal.match(cursor.text, cursor.at)) is not None:
                 try:
-                    value = ast.literal_eval(quoted[0].replace("\0", "\\x00"))
-                except (ValueError, SyntaxError):
+                    value = ast.literal_eval(parsed_expression(quoted[0].replace("\0", "\\x00")))
+                except ValueError:
                     value = None
                 if isinstance(value, str):
                     cursor.at = quoted.end()
@@ -513,9 +514,9 @@ class _Pythonic:
         for end in re.compile(rf"[\]}}](?={_NEXT_ARGUMENT})").finditer(cursor.text, cursor.at):
             written = cursor.text[cursor.at : end.end()]
             try:
-                value = ast.literal_eval(_JSONNames().visit(ast.parse(written, mode="eval").body))
+                value = ast.literal_eval(_JSONNames().visit(parsed_expression(written)))
                 value = json.loads(json.dumps(value, allow_nan=False))
-            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            except (ValueError, TypeError, RecursionError, MemoryError):
                 continue
             cursor.at = end.end()
             return value

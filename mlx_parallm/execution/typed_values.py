@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.execution.python_text import parsed_expression
+
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 MOST_REFS = 32  # references followed in a schema that refers to itself
 _NAMES: Mapping[str, str] = {  # other programs' names of types
@@ -192,8 +194,10 @@ def _python(written: str, text: str) -> Any:
     if written[:1] not in ("[", "{", "("):
         return text
     try:
-        value = json.loads(json.dumps(ast.literal_eval(written), allow_nan=False))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        value = json.loads(
+            json.dumps(ast.literal_eval(parsed_expression(written)), allow_nan=False)
+        )
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return text
     return value if isinstance(value, list | dict) else text
 

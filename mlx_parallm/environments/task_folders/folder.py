@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.python_text import parsed_module
 from mlx_parallm.system.files import inside, read_bounded
 from mlx_parallm.system.packages import require
 
@@ -362,9 +363,9 @@ def _verifier(tests: Mapping[str, bytes]) -> Verifier:
 def _check_plain(name: str, source: str) -> None:
     """Raises NeedsContainerError: a module of tests needs pytest or packages."""
     try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise NeedsContainerError(f"tests/{name}: {error.msg}, line {error.lineno}") from error
+        tree = parsed_module(source)
+    except ValueError as error:
+        raise NeedsContainerError(f"tests/{name}: {error}") from error
     for node in ast.walk(tree):
         names = (
             [alias.name for alias in node.names]

@@ -10,7 +10,6 @@ format's reader (`_GrowingCalls`); a text argument is shown while it grows, if i
 verbatim. Nothing of such a call is shown before something of its arguments is.
 """
 
-import ast
 import json
 import re
 import uuid
@@ -27,6 +26,7 @@ from mlx_parallm.execution.call_text import (
     inside_value,
 )
 from mlx_parallm.execution.json_values import write_json
+from mlx_parallm.execution.python_text import parsed_expression
 from mlx_parallm.execution.tool_calls import read_calls
 from mlx_parallm.execution.typed_values import argument_schema, is_text
 
@@ -192,8 +192,8 @@ class _CallEnd:
 def _is_python(text: str) -> bool:
     try:
         # Python's parser takes no NUL, which a text between quotation marks may have
-        ast.parse(text.strip().replace("\0", " "), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        parsed_expression(text.strip().replace("\0", " "))
+    except ValueError:
         return False
     return True
 
