@@ -117,7 +117,7 @@ class DataConfig(Section):
     logged)."""
     shuffle: bool = True
     """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the
-    order of the file."""
+    order of the file, or of the packs, which begin with the longest rows."""
     learn_prompts: bool = False
     """sft: prompts are trained on as completions are; of `messages` all turns, but answers of
     `weight` 0."""

@@ -29,6 +29,8 @@ from mlx_parallm.types import ChatTokenizer
 
 log = get_logger("train")
 
+PACKED_TOGETHER = 1000
+
 Fit = Callable[[Path, int], Config]
 """(directory of the run, examples that are trained on) → the configuration whose steps are counted
 by them."""
@@ -143,10 +145,14 @@ class DataSource(RolloutSource):
 
 
 def _packs(units: Sequence[Unit], max_length: int) -> list[list[int]]:
-    """A unit whose template rewrites history has several sequences, which may be longer together
-    than one may be: it is a pack of its own."""
-    sizes = [sum(len(sequence.tokens) for sequence in unit.sequences) for unit in units]
-    return best_fit_decreasing(sizes, max_length)
+    """Pack PACKED_TOGETHER rows after the other, as `datasets.map` hands them to TRL. A unit of SFT
+    is one sequence."""
+    sizes = [len(unit.sequences[0].tokens) for unit in units]
+    return [
+        [first + row for row in pack]
+        for first in range(0, len(sizes), PACKED_TOGETHER)
+        for pack in best_fit_decreasing(sizes[first : first + PACKED_TOGETHER], max_length)
+    ]
 
 
 def _counted(state: Mapping[str, Any]) -> str:

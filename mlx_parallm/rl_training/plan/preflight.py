@@ -117,7 +117,7 @@ class PlannedRun:
         training = self.config.rl_training
         rows = training.atropos.rollout_batch_size
         if self.config.data.path is not None:
-            rows = training.batch_size
+            rows = self._rows
         return PlannedImages(self.shape, self.longest, -(-rows // self._group))
 
     @cached_property
@@ -203,12 +203,19 @@ class PlannedRun:
         training, on_rows = self.config.rl_training, self.config.data.path is not None
         return LargestBatch.of(
             self.longest,
-            examples=training.batch_size,
+            examples=self._rows if on_rows else training.batch_size,
             pairs=training.algorithm in IN_PAIRS,
             group=1 if on_rows else self._group,
             most=sys.maxsize if on_rows else training.atropos.max_token_length,
             budget=training.token_budget,
         )
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a file in an update, all as long as the longest one; of packs all that fit."""
+        data, longest = self.config.data, self.longest
+        fit = data.max_length // (longest.prompt + longest.completion) if data.pack_rows else 1
+        return self.config.rl_training.batch_size * max(fit, 1)
 
     @property
     def _group(self) -> int:

@@ -380,7 +380,7 @@ class Trainer:
         for epoch in range(at.epoch, self.options.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
             for number in range(
-                at.next_mini_batch, math.ceil(len(at.order) / self.options.batch_size)
+                at.next_mini_batch, math.ceil(len(at.order) / self._per_update(len(at.order)))
             ):
                 learning_rate = self._learning_rate(batch, replace(at, next_mini_batch=number))
                 after = self._update(batch, prepared, at, number, learning_rate, stopping)
@@ -397,7 +397,7 @@ class Trainer:
     def _learning_rate(self, batch: TrainBatch, at: StepPosition) -> float:
         """Return the learning rate of the update at this position."""
         examples = len(batch.sequences) // self.algorithm.rows_per_example
-        in_epoch = math.ceil(examples / self.options.batch_size)
+        in_epoch = math.ceil(examples / self._per_update(examples))
         updates = max(self.options.update_epochs * in_epoch, 1)
         update = min(at.epoch * in_epoch + at.next_mini_batch, updates - 1)
         return learning_rate_at(batch.step, self.options, update=update, updates=updates)
@@ -578,9 +578,14 @@ class Trainer:
         examples = len(batch.sequences) // self.algorithm.rows_per_example
         return tuple(epoch_order(examples, seed=self.options.seed, step=batch.step, epoch=epoch))
 
+    def _per_update(self, examples: int) -> int:
+        """Return how many of a step's examples an update takes. A step on rows of a file is one
+        update, however many rows its packs have."""
+        return max(examples, 1) if self.algorithm.on_data else self.options.batch_size
+
     def _mini_batch(self, batch: TrainBatch, order: Sequence[int], number: int) -> MiniBatch:
         """The n-th of this order of examples; cut finer if a rank would get no micro-batch."""
-        size, each = self.options.batch_size, self.algorithm.rows_per_example
+        size, each = self._per_update(len(order)), self.algorithm.rows_per_example
         chosen = order[number * size : (number + 1) * size]
         rows = [each * example + row for example in chosen for row in range(each)]
         whole = self.collate(batch.sequences, rows)
@@ -690,7 +695,7 @@ class Trainer:
         tokens = sum(sequence.trained for sequence in batch.sequences)
         columns = np.zeros((3 if self.algorithm.has_values else 2, tokens), np.float32)
         order, stopped = self._order(batch, 0), False
-        numbers = range(math.ceil(len(order) / self.options.batch_size))
+        numbers = range(math.ceil(len(order) / self._per_update(len(order))))
         parts = [
             part
             for number in numbers

@@ -110,12 +110,29 @@ def test_packs_of_rows_are_the_examples_of_a_batch(tmp_path: Path) -> None:
     batch = source.batches(trainer).collect(1)
     assert sum(len(sequence.rollout.tokens) for sequence in batch.sequences) <= 8 * longest
     assert len(batch.sequences) >= 8
-    assert trainer.train_step(batch).metrics["loss"] > 0
+    scores = trainer.token_scores([sequence.rollout for sequence in batch.sequences])
+    metrics = trainer.train_step(batch).metrics
+    assert (metrics["optimizer_updates"], metrics["tokens"]) == (1, sum(s.shape[1] for s in scores))
+    assert metrics["loss"] == pytest.approx(-np.concatenate(scores, axis=1)[0].mean(), rel=1e-5)
     every = packed(10_000)
     with pytest.raises(ConfigError, match=rf"1 packs of {plain.examples} rows .*batch_size = 4"):
         every.check_examples(4)
     with pytest.raises(ValueError, match="pack_rows is an option of sft: dpo"):
         Config.model_validate({"rl_training": {"algorithm": "dpo"}, "data": {"pack_rows": True}})
+
+
+def test_rows_are_packed_a_thousand_at_a_time(tmp_path: Path) -> None:
+    """As `datasets.map` hands them to TRL 1.16, which makes 1001 packs of these rows."""
+    lines = [f'{{"text": "{"ab" if number < 1000 else "a"}"}}' for number in range(1001)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    config = make_config("sft", tmp_path)
+    plain = {"prompt_format": "text", "pack_rows": True, "eval_fraction": 0.0}
+    packed = source_of(
+        config.model_copy(update={"data": config.data.model_copy(update=plain | {"max_length": 5})})
+    )
+    lengths = [len(unit.sequences[0].tokens) for unit in packed._train]
+    assert (lengths[0], lengths[-1]) == (3, 2)
+    assert packed.examples == 1001
 
 
 # ---------------------------------------------------------------------- what the loss sees
