@@ -231,6 +231,23 @@ def test_a_pair_computes_its_prompt_once() -> None:
     )
 
 
+def test_a_pack_has_as_many_rows_as_fit() -> None:
+    """Packs of 512 tokens hold five rows of 100: two packs are a micro-batch of ten of them."""
+    packs, rows = (
+        parse_config(
+            {
+                "rl_training": {"algorithm": "sft", "batch_size": size},
+                "data": {"path": "rows.jsonl", "max_length": 512, "pack_rows": packed},
+            }
+        )
+        for size, packed in ((2, True), (10, False))
+    )
+    shape = PlannedRun.of(packs, QWEN3_06B).shape
+    parts = [PlannedRun(each, shape, Lengths(40, 60)).memory.parts for each in (packs, rows)]
+    assert parts[0] == parts[1]
+    assert PlannedRun(packs, shape).longest == Lengths(1, 511)
+
+
 @pytest.mark.parametrize(
     ("lora", "pieces"), [({}, 32), ({"quantize_base": True}, 64), ({"enabled": False}, 128)]
 )
