@@ -123,6 +123,13 @@ def load(reference: str, key: str) -> Any:
     return getattr(module, name)
 
 
+def file_of(reference: str) -> Path:
+    """Return the file of a reference that is loaded. Raises TypeError: it is in none."""
+    where = reference.removeprefix(PREFIX).rpartition(":")[0]
+    file = Path(where) if where.endswith(".py") else Path(inspect.getfile(sys.modules[where]))
+    return file.resolve()
+
+
 def name_of(function: Any) -> str:
     """Return a function's name, or a callable object's class."""
     while isinstance(function, functools.partial):

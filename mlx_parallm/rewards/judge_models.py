@@ -32,6 +32,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.user_code import (
+    file_of,
     is_async,
     is_reference,
     load_function,
@@ -70,6 +71,10 @@ TOO_LONG = re.compile("context[ _](length|size)", re.IGNORECASE)
 
 MOST_TOKENS = 1 << 40
 """Of a request, that a server is believed to have counted."""
+
+MOST_LEFT = 64
+"""Calls of a function that have not returned in time, beyond which no other one begins: each keeps
+a thread."""
 
 Messages = list[dict[str, str]]
 
@@ -464,9 +469,10 @@ class PythonJudge(JudgeModel):
             raise ConfigError(
                 f"judge: {reference} takes {signature}: expected (messages, schema)"
             ) from error
-        code = _code_of(self._function)
+        code = _code_of(reference, self._function)
         self.identity = None if code is None else f"{reference} {code}"
         self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._running: set[object] = set()  # calls on threads
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
         )
@@ -485,27 +491,36 @@ class PythonJudge(JudgeModel):
 
     async def _call(self, question: Question) -> str:
         def call() -> Any:
-            with user_code(self.name, RolloutRejectedError):
-                return self._function(question.messages, question.schema)
+            try:
+                with user_code(self.name, RolloutRejectedError):
+                    return self._function(question.messages, question.schema)
+            finally:
+                self._running.discard(this_call)
 
         if is_async(self._function):
             with user_code(self.name, RolloutRejectedError):
                 text = await self._function(question.messages, question.schema)
         else:
+            if (left := len(self._running)) >= self._concurrency + MOST_LEFT:
+                raise RolloutRejectedError(
+                    f"{self.name}: {left} calls have not returned, so no other one begins"
+                )
+            self._running.add(this_call := object())
             text = await on_own_thread(call, f"judge {self.name}")
         if not isinstance(text, str):
             raise RolloutRejectedError(f"{self.name} returned {type(text).__name__}, not a text")
         return text
 
 
-def _code_of(function: Any) -> str | None:
-    """Return a digest of the file that a function is in; None: it is in none."""
-    while isinstance(function, partial):
-        function = function.func
+def _code_of(reference: str, function: Any) -> str | None:
+    """Return digests of the file that a reference names and of that which a function under its
+    decorators is in; None: it is in none."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
+    written = function if inspect.isroutine(function) else type(function)
     try:
-        return sha256_of(
-            Path(inspect.getfile(function if inspect.isroutine(function) else type(function)))
-        )
+        files = {Path(inspect.getfile(written)).resolve(), file_of(reference)}
+        return " ".join(sorted(map(sha256_of, files)))
     except (OSError, TypeError):
         return None
 

@@ -8,6 +8,7 @@ directly, each with answers of its own, are one. What may be read in two ways ha
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,15 @@ TRIES = 300
 """Places in a reply at which a JSON object may begin."""
 NAME = re.compile(r"\W*answer[\s_-]*0*([1-9][0-9]{0,4})\W*", re.IGNORECASE)
 BEGINS = re.compile(r'\{\s*(?:"|$)')
-TRAILING = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*")|,(?=\s*[}\]])', re.DOTALL)
-"""A text, which stays as it is, or a comma that JSON does not have."""
+COMMAS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|(,[\s,]*)([}\]]?)', re.DOTALL)
+"""A text, or commas; those before a bracket JSON does not have."""
 LONGEST = 400_000
 """Characters of a reply, with its reasoning."""
+MOST_READ = 10 * LONGEST
+"""Characters that are read of a reply in which objects stand within each other, all tries
+together."""
+LONGEST_NUMBER = 64
+"""Characters of a score in quotes."""
 BETWEEN = re.compile(r"[\s,;`]*(?:json\s*)?", re.IGNORECASE)
 """What may stand between two objects that are one reply: lines, commas, fences."""
 THINKING = (
@@ -82,8 +88,8 @@ class _Object(dict[str, Any]):
 def _object(pairs: list[tuple[str, Any]]) -> _Object:
     made = _Object(pairs)
     if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        made.twice = frozenset(key for key in made if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        made.twice = frozenset(key for key, count in counts.items() if count > 1)
     return made
 
 
@@ -205,35 +211,44 @@ def _objects(text: str) -> Iterator[tuple[int, int, dict[str, list[Any]]]]:
     """Yield place, end and entries of each JSON object that names answers, of one within another
     only if the outer one names none; and the place of each that does not end, without entries.
     Raises ValueError: too many places to try."""
-    place, tries = text.find("{"), 0
+    place, tries, whole = text.find("{"), 0, 0
     while place >= 0:
         tries += 1
-        if tries > TRIES:
-            raise ValueError(f"it has more than {TRIES} braces")
-        named: dict[str, list[Any]] = {}
-        try:
-            value, end = _decode(text, place)
-            named = _by_name(value)
-        except (ValueError, RecursionError):
-            if BEGINS.match(text, place):
-                yield place, place + 1, named
+        if tries > TRIES or whole > MOST_READ:
+            raise ValueError(f"it has more than {TRIES} braces, or too many within each other")
+        value, end, read = _decode(text, place)
+        whole += read
+        named = {} if value is None else _by_name(value)
         if named:
             yield place, end, named
+        elif value is None and BEGINS.match(text, place):
+            yield place, place + 1, named
         place = text.find("{", end if named else place + 1)
 
 
-def _decode(text: str, place: int) -> tuple[_Object, int]:
-    """Return the JSON object at a place and its end, whatever commas trail in it.
-
-    Raises ValueError, RecursionError: there is none."""
+def _decode(text: str, place: int) -> tuple[_Object | None, int, int]:
+    """Return the JSON object at a place, whatever commas trail in it, None if there is none; its
+    end; and how many characters were read."""
     try:
-        return DECODER.raw_decode(text, place)
-    except json.JSONDecodeError:
-        without = TRAILING.sub(lambda match: match[1] or " ", text[place:])
-        if without == text[place:]:
-            raise
-    value, end = DECODER.raw_decode(without)
-    return value, place + end
+        value, end = DECODER.raw_decode(text, place)
+        return value, end, end - place
+    except RecursionError:
+        return None, place, len(text) - place
+    except json.JSONDecodeError as error:
+        comma, read = text.rfind(",", place, error.pos + 1), error.pos - place
+    if comma < 0 or not (commas := COMMAS.match(text, comma)) or not commas[2]:
+        return None, place, read
+    without = COMMAS.sub(_without_trailing, text[place:])
+    try:
+        value, end = DECODER.raw_decode(without)
+    except (json.JSONDecodeError, RecursionError):
+        return None, place, len(without)
+    return value, place + end, len(without)
+
+
+def _without_trailing(match: re.Match[str]) -> str:
+    """Return spaces for commas before a bracket, as many; all else as it is."""
+    return " " * len(match[1]) + match[2] if match[2] else match[0]
 
 
 def _by_name(value: _Object) -> dict[str, list[Any]]:
@@ -269,7 +284,9 @@ def number_of(written: Any) -> float | None:
     neither."""
     if isinstance(written, int | float) and not isinstance(written, bool):
         return float(written) if abs(written) <= 1 else math.inf
-    parts = NUMBER.fullmatch(written) if isinstance(written, str) else None
+    if not isinstance(written, str) or len(written) > LONGEST_NUMBER:
+        return None
+    parts = NUMBER.fullmatch(written)
     return None if parts is None else _share(parts[1], parts[2], parts[3])
 
 

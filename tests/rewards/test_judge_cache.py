@@ -177,7 +177,35 @@ async def test_two_equal_groups_at_once_get_what_a_resumed_run_will_find(tmp_pat
     assert first == second == [0.1] == await made()(**group)
 
 
-def test_what_a_judge_is_known_by():
+KINDS = """
+import functools
+
+def again(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+class Judge:
+    def __init__(self, name):
+        self.name = name
+    def __call__(self, messages, schema):
+        return self.name
+"""
+MINE = """
+import functools
+from kinds import Judge, again
+
+@again
+def decorated(messages, schema):
+    return "{}"
+
+one_object = Judge("a")
+shared = functools.partial(lambda messages, schema, name: name, name="a")
+"""
+
+
+def test_what_a_judge_is_known_by(tmp_path, monkeypatch):
     def identity(judge, **options):
         return PARTS["group_judge"](judge=judge, **options)._model.identity
 
@@ -192,6 +220,18 @@ def test_what_a_judge_is_known_by():
         identity("http://127.0.0.1:2/v1", model="a"),
     ]
     assert None not in different and len({*different}) == len(different)
+    (tmp_path / "kinds.py").write_text(KINDS)
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("decorated", "one_object", "shared"):
+        for where in (f"{tmp_path}/mine.py", "mine"):
+            before = identity(f"python:{where}:{name}")
+            (tmp_path / "mine.py").write_text(f"{MINE}# changed\n")
+            sys.modules.pop("mine", None)
+            assert None is not before != identity(f"python:{where}:{name}") is not None, name
+            (tmp_path / "mine.py").write_text(MINE)
+            sys.modules.pop("mine", None)
+            assert before == identity(f"python:{where}:{name}")
     # another version may have that number when the run continues
     assert identity("policy@0") is identity("policy@3") is None
 

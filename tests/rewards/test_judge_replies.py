@@ -136,6 +136,26 @@ def test_commas_without_end_and_a_reply_without_end(monkeypatch):
     assert len(readings) == 2
     [verdict] = read("no" * 200_001, 1, 240).verdicts
     assert "more than 400000 characters" in verdict.reason and len(readings) == 2
+    [verdict] = read('{"answer_1": {"reason": "a,, }", "score": 0.5,, ,\n},,,}', 1, 240).verdicts
+    assert (verdict.score, verdict.reason) == (0.5, "a,, }")
+    readings.clear()
+    [verdict] = read('{"x": [' * 299 + ",]" * 150_000, 1, 240).verdicts
+    assert "too many within each other" in verdict.reason and len(readings) < 40
+    # braces of another kind cost nothing: they are not read to the end
+    code = "if (a) { b(1, 2) } " * 200 + "x" * 300_000
+    [verdict] = read(f'{code}{{"answer_1": 0.5,}}', 1, 240).verdicts
+    assert verdict.score == 0.5
+
+
+def test_long_numbers_and_many_names_are_read_at_once():
+    """Each took the square of its length: minutes."""
+    scores = ("1" * 390_000 + "x", "1" + " " * 390_000 + "x")
+    for score in scores:
+        [verdict] = read(json.dumps({"answer_1": score}), 1, 240).verdicts
+        assert verdict.score is None and "is not a number" in verdict.reason
+    names = ",".join(f'"{number}":1' for number in range(40_000))
+    [verdict] = read(f'{{{names},"0":1,"answer_1":{{"score":1,"score":0}}}}', 1, 240).verdicts
+    assert verdict.reason == "the judge gave it two scores"
 
 
 def test_whatever_it_replies_a_score_is_from_0_to_1():

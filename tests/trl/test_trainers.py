@@ -35,6 +35,7 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.faces.trl.trainers import OF_A_RUN
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.scoring.reward_model import TrainedRewardModel
@@ -133,6 +134,17 @@ def test_the_package_imports_no_mlx_until_a_name_is_asked_for() -> None:
         mlx_parallm.GRPOTrainr  # noqa: B018
 
 
+def of_another_run(run: Path) -> list[Path]:
+    """Add what another judge has said and draws of other rows to a run, of which every file is one
+    that overwrite_output_dir removes."""
+    left = [path for path in run.iterdir() if path.name not in (".lock", "my_rewards.py")]
+    assert [path.name for path in left if not any(map(path.match, OF_A_RUN))] == []
+    more = [run / name for name in ("judgements.sqlite", "judgements.sqlite-wal", "draws.jsonl")]
+    for path in more:
+        path.touch()
+    return more
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
@@ -197,11 +209,13 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
     assert [entry["step"] for entry in longer.state.log_history] == [2, 4, 6]
     (run / "my_rewards.py").touch()
+    planted = of_another_run(run)
     with grpo(run, max_steps=1, overwrite_output_dir=True) as again:
         assert again.train().global_step == 1
         with pytest.raises(ConfigError, match="another run is open in it"):
             grpo(run, max_steps=1, overwrite_output_dir=True).train()
     assert len(lines(run)) == 1 and (run / "my_rewards.py").exists()
+    assert [path for path in planted if path.exists()] == []
     assert [path.name for path in run.glob("step_*")] == ["step_000001"]
 
 
