@@ -214,7 +214,8 @@ class PlannedRun:
     def _rows(self) -> int:
         """Rows of a file in an update, all as long as the longest one; of packs all that fit."""
         data, longest = self.config.data, self.longest
-        fit = data.max_length // (longest.prompt + longest.completion) if data.pack_rows else 1
+        row = longest.prompt + longest.completion  # 0: none was seen yet
+        fit = data.max_length // row if data.pack_rows and row else 1
         return self.config.rl_training.batch_size * max(fit, 1)
 
     @property
