@@ -56,7 +56,7 @@ def test_the_verdict_on_a_small_training(
     (tmp_path / "rows.jsonl").write_text(lines)
     values = {"learning_rate": rate, "total_steps": STEPS, "batch_size": 8}
     source = source_of(config := make_config(algorithm, tmp_path, **values))
-    source.check_rows(8)
+    source.check_examples(8)
     trainer = make_trainer(config)
     batches, held_out = source.batches(trainer), source.heldout(trainer, STEPS)
     held_out.before()
