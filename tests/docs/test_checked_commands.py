@@ -54,6 +54,7 @@ def here(block: Block) -> Block:
     joined = block.text.replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if not NOT_THESE.search(line)]
     text = "\n".join(lines).replace("step_000100", "step_000001") + "\n"
+    text = text.replace("--first-hour", "--first-hour --minutes 0.1")
     return replace(block, text=text, info=tuple(word for word in block.info if word != "check"))
 
 
