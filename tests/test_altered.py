@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import structlog
 
 from mlx_parallm.system.log import configure_logging
@@ -30,5 +31,5 @@ def test_what_a_test_sets_for_the_process_is_gone_after_it(tmp_path: Path) -> No
     assert state() == before
 
 
-def test_every_test_has_it(request: object) -> None:
-    assert "own_process" in request.fixturenames  # type: ignore[attr-defined]
+def test_every_test_has_it(request: pytest.FixtureRequest) -> None:
+    assert "own_process" in request.fixturenames

@@ -28,24 +28,27 @@ def inputs_of(batch: Batch, *, kl_beta: float, quantile: float | None) -> LossIn
     """With the tokens of the highest entropy as `prepare` counts them."""
     shape, mask = batch.mask.shape, batch.mask
 
-    def array(values: np.ndarray | None) -> mx.array | None:
-        return None if values is None else mx.array(np.broadcast_to(values, shape), mx.float32)
+    def array(values: np.ndarray) -> mx.array:
+        return mx.array(np.broadcast_to(values, shape), mx.float32)
+
+    def given(values: np.ndarray | None) -> mx.array | None:
+        return None if values is None else array(values)
 
     counted = None
     if quantile is not None:
         counted = np.zeros(shape)
         counted[mask] = high_entropy(batch.entropies[mask].astype(np.float32), quantile)
     return LossInputs(
-        logprobs=array(batch.logprobs),  # type: ignore[arg-type]
-        rollout_logprobs=array(batch.old),
-        advantages=array(batch.advantages[:, None]),  # type: ignore[arg-type]
+        logprobs=array(batch.logprobs),
+        rollout_logprobs=given(batch.old),
+        advantages=array(batch.advantages[:, None]),
         mask=mx.array(mask),
         token_normalizer=float(mask.sum()),
         sequence_normalizer=float(shape[0]),
         ref_logprobs=array(batch.reference) if kl_beta else None,
         entropy=array(batch.entropies),
-        weights=array(batch.weights),
-        counted=array(counted),
+        weights=given(batch.weights),
+        counted=given(counted),
         counted_normalizer=None if counted is None else float(counted.sum()),
         max_length=float(shape[1]),
         kl_beta=kl_beta,

@@ -224,7 +224,9 @@ class BlockFiles:
 
     def count_if_due(self) -> None:
         """Count the files if so much was read and written since that others may have, too."""
-        over = self.bytes > self.max_bytes and not self.stuck  # what is stuck is left for now
+        # with files that cannot be removed each write would list the folder in vain: then by
+        # `_uncounted` alone, so the bound is passed by that share at most
+        over = self.bytes > self.max_bytes and not self.stuck
         if over or self._uncounted > COUNTED * self.max_bytes:
             self.count()
 

@@ -471,8 +471,8 @@ def test_the_space_is_before_each_answer_and_is_no_part_of_it(
     group, told = two_turns(question(2, answers=(first,)), first, "Hello")
     [sequence] = batch_of(group).sequences
     vocabularies = Vocabularies(ours, llama_2, "spelled", VOCAB, llama_2.vocab_size)
-    teacher = SimpleNamespace(name="other")
-    other = OtherFamily(teacher, ours, llama_2, vocabularies, {}, pytest.fail)  # type: ignore[arg-type]
+    teacher: Any = SimpleNamespace(name="other")
+    other = OtherFamily(teacher, ours, llama_2, vocabularies, {}, pytest.fail)
     prompt = llama_2.render_chat(group.metadata["asked"])
     answer = other.answer(sequence, prompt, sequence.rollout.mask.index(1))
     assert answer is not None
