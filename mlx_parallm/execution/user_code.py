@@ -213,16 +213,21 @@ def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterat
         raise error_type(f"{what}: {_fault(error)}") from error
 
 
-async def on_own_thread(call: Callable[[], T], name: str) -> T:
+async def on_own_thread(
+    call: Callable[[], T], name: str, error_type: type[ParallmError] = ConfigError
+) -> T:
     """Call a user's function on a daemon thread of its own: one that never returns holds up no
-    other call, and no exit. Raises what it raises."""
+    other call, and no exit. Raises what it raises, and `error_type` for what is no Exception
+    (KeyboardInterrupt, CancelledError), which would end the loop."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:  # noqa: BLE001 - boundary: it is the call's result
+        except BaseException as error:  # noqa: BLE001 - boundary: who waits gets it, whatever it is
+            if not isinstance(error, Exception):
+                error = error_type(f"{name}: {_fault(error)}")
             outcome.set_exception(error)
 
     threading.Thread(target=work, name=name, daemon=True).start()

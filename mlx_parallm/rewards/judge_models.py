@@ -506,7 +506,7 @@ class PythonJudge(JudgeModel):
                     f"{self.name}: {left} calls have not returned, so no other one begins"
                 )
             self._running.add(this_call := object())
-            text = await on_own_thread(call, f"judge {self.name}")
+            text = await on_own_thread(call, f"judge {self.name}", RolloutRejectedError)
         if not isinstance(text, str):
             raise RolloutRejectedError(f"{self.name} returned {type(text).__name__}, not a text")
         return text

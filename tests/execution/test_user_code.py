@@ -1,6 +1,7 @@
 """The user's own code: found, checked before anything is built from it, and its faults told in
 one line."""
 
+import asyncio
 import importlib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mlx_parallm.execution.user_code import (
     load,
     load_function_of,
     name_of,
+    on_own_thread,
     user_code,
 )
 
@@ -257,3 +259,15 @@ def test_an_object_of_this_process_is_shown_by_its_name() -> None:
     )
     for reference in ("python:rows.py:rows", "rows.jsonl"):
         assert user_code_module.shown(reference) == reference
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
+async def test_what_is_no_exception_is_the_error_of_its_call(raised: type[BaseException]) -> None:
+    """Whoever waited for the call waited for ever."""
+
+    def judge() -> float:
+        raise raised
+
+    async with asyncio.timeout(20):
+        with pytest.raises(ParallmError, match=rf"my judge: .*{raised.__name__}"):
+            await on_own_thread(judge, "my judge")
